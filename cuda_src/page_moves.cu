@@ -1,0 +1,37 @@
+// page_moves: kernels that move or clear bytes and know no profile.  (C14.4)
+//
+//   kernel          grid                        block   called from
+//   zero_pages      (listed pages, heads, 1)    128     ops.zero_pages, once per plane
+//   bf16_from_f32   (ceil(count / 256), 1, 1)   256     ops.bf16_from_f32
+//   f32_from_bf16   (ceil(count / 256), 1, 1)   256     ops.f32_from_bf16
+//
+// One page of one head is 64 rows, contiguous in both page orders and a multiple of 64 bytes for every plane.
+// Read next: `append.cu`.
+
+#include "runtime.cuh"
+
+#include "page_address.cuh"
+#include "number_formats.cuh"
+
+// Clears every byte of the listed pages of one plane.  page_ids: (gridDim.x,); block_bytes: bytes of one (page, head).
+extern "C" __global__ void zero_pages(uint8_t* plane, const int32_t* __restrict__ page_ids, int64_t head_bytes,
+                                      int64_t page_bytes, int32_t block_bytes) {
+    uint8_t* target = plane + page_ids[blockIdx.x] * page_bytes + blockIdx.y * head_bytes;
+    const uint4 zeros = make_uint4(0, 0, 0, 0);
+    for (int32_t at = threadIdx.x * 16; at < block_bytes; at += blockDim.x * 16) pagedkv::store16(target + at, zeros);
+}
+PK_EXPORT(zero_pages)
+
+// RNE; a NaN keeps its sign and upper payload and becomes quiet, as in pagedkv.codecs.f32_to_bf16.
+extern "C" __global__ void bf16_from_f32(uint16_t* destination, const float* __restrict__ source, int64_t count) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < count) destination[at] = static_cast<uint16_t>(pagedkv::bf16_keep_nan(source[at]));
+}
+PK_EXPORT(bf16_from_f32)
+
+// Exact; NaN payloads survive.
+extern "C" __global__ void f32_from_bf16(float* destination, const uint16_t* __restrict__ source, int64_t count) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < count) destination[at] = pagedkv::bf16_to_float(source[at]);
+}
+PK_EXPORT(f32_from_bf16)

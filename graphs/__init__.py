@@ -1,0 +1,12 @@
+"""Graphs: units of work captured once per shape and replayed between scheduling decisions.  (C15)"""
+
+from __future__ import annotations
+
+from pagedkv.graphs.cache import GraphCache
+from pagedkv.graphs.capture import CapturedUnit
+from pagedkv.graphs.control_buffers import ControlBuffers
+from pagedkv.graphs.decode_loop import DecodeLoop, LoopStatistics
+from pagedkv.graphs.key import GraphKey
+from pagedkv.graphs.unit import Model, Unit
+
+__all__ = ["CapturedUnit", "ControlBuffers", "DecodeLoop", "GraphCache", "GraphKey", "LoopStatistics", "Model", "Unit"]

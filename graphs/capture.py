@@ -1,0 +1,54 @@
+"""Capture: from a shape to a graph, and the same work run eagerly.  (C15)
+
+    1  build the unit: control buffers, workspace, views
+    2  warm up on inert rows: compiles kernels, allocates the unit's buffers
+    3  capture the same enqueue; instantiate; upload
+
+Warm-up and capture select no row, so they touch no page.
+
+Read next: `cache.py`.
+"""
+
+from __future__ import annotations
+
+import pagedkv as pk
+from pagedkv.graphs.key import GraphKey
+from pagedkv.graphs.unit import Model, Unit
+
+
+class CapturedUnit:
+    """A unit with its graph; `run` replays it, or enqueues it again when built eager.
+
+    `replays` counts runs since it was built.
+    """
+
+    def __init__(self, store: pk.Store, model: Model, key: GraphKey, *, use_graph: bool = True) -> None:
+        self.unit = Unit(store, key)
+        self.replays = 0
+        self._store = store
+        self._model = model
+        self.graph: pk.Graph | None = None
+        self.unit.enqueue(model)
+        store.stream.synchronize()
+        if use_graph:
+            self.graph = self._capture()
+
+    def run(self) -> None:
+        """Run the unit on what its control buffers hold now; asynchronous."""
+        if self.graph is None:
+            self.unit.enqueue(self._model)
+        else:
+            self._store.launch_graph(self.graph)
+        self.replays += 1
+
+    def _capture(self) -> pk.Graph:
+        device, stream = self._store.device, self._store.stream
+        device.begin_capture(stream)
+        try:
+            self.unit.enqueue(self._model)
+        except BaseException:
+            device.abort_capture(stream)
+            raise
+        graph = device.end_capture(stream)
+        graph.upload(stream)
+        return graph

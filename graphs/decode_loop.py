@@ -1,0 +1,220 @@
+"""DecodeLoop: prefill in chunks, then batched decode, one graph replay a step.
+
+    loop = DecodeLoop(store, model)
+    loop.prefill(sequence, prompt_ids)
+    for tokens in loop.decode([sequence]):       # {sequence: new tokens}
+        ...
+
+A step: map and publish the column each row will write (`begin_unit`), write the selectors, replay,
+wait, commit.  The first token is sampled by prefill and delivered with the first step; the last one
+is never written to the cache.  Stop tokens and lengths are the loop's business, sampling is the
+model's (C1.2, C14).
+
+Read next: `tools/llama.py`, a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import nvtx
+
+import pagedkv as pk
+from pagedkv.graphs.cache import GraphCache
+from pagedkv.graphs.capture import CapturedUnit
+from pagedkv.graphs.key import key_for
+from pagedkv.graphs.scheduler import batch_shape, prefill_width
+from pagedkv.graphs.unit import Model
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass
+class LoopStatistics:
+    """What a loop did; counters only grow.
+
+    `decode_driver_calls` counts every device call between two steps' ends, publication included.
+    """
+
+    decode_steps: int = 0
+    decode_driver_calls: int = 0
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+
+    @property
+    def driver_calls_per_step(self) -> float:
+        """Mean device calls of a decode step; 0 before the first."""
+        return self.decode_driver_calls / self.decode_steps if self.decode_steps else 0.0
+
+
+@dataclass
+class _Progress:
+    """Where one sequence stands; written by the loop alone.
+
+    `last_token` is sampled and not yet in the cache; `undelivered` waits for the next step.
+    """
+
+    tokens_left: int
+    last_token: int
+    undelivered: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+class DecodeLoop:
+    """Drives a model over a store's sequences.
+
+    Args:
+        store: an open store.
+        model: what `Model` says; it is called once per shape.
+        prefill_chunk: most tokens of one prefill unit, at least 16.
+        use_graphs: False enqueues every unit eagerly; results are the same, bit for bit (C14.6).
+    """
+
+    def __init__(self, store: pk.Store, model: Model, *, prefill_chunk: int = 128, use_graphs: bool = True) -> None:
+        if type(prefill_chunk) is not int or prefill_chunk < 16:
+            raise pk.ConfigError("prefill_chunk", expected="an integer of at least 16", got=repr(prefill_chunk),
+                                 remedy="choose a larger chunk", clause="C14.4")
+        self.store = store
+        self.prefill_chunk = prefill_chunk
+        self.graphs = GraphCache(store, model, use_graphs=use_graphs)
+        self.statistics = LoopStatistics()
+        self._progress: dict[pk.Sequence, _Progress] = {}
+        self._batch: pk.Batch | None = None
+
+    def prefill(self, sequence: pk.Sequence, prompt_ids: Iterable[int]) -> None:
+        """Write a prompt into the cache and sample the first token, delivered by the first step.
+
+        Args:
+            sequence: active; its committed frontier is where the prompt goes.
+            prompt_ids: token ids; at least one, and within the activated budget.
+
+        Raises:
+            MisuseError: no token, or more than the budget holds; nothing was written.
+        """
+        ids = np.asarray(list(prompt_ids))
+        start = self.store.committed_tokens(sequence)
+        budget = self.store.budget_tokens(sequence)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 1 <= ids.size <= budget - start:
+            raise pk.MisuseError(
+                f"a prompt of {ids.size} tokens for {sequence}",
+                expected=f"1 to {budget - start} integer token ids (activated for {budget}, {start} written)",
+                got=f"shape {ids.shape}, dtype {ids.dtype}", remedy="activate with the prompt's length", clause="C9.2",
+            )
+        batch = self.store.batch([sequence])
+        sampled = 0
+        for first in range(0, ids.size, self.prefill_chunk):
+            chunk = ids[first : first + self.prefill_chunk]
+            width = prefill_width(chunk.size, chunk=self.prefill_chunk)
+            key = key_for(self.store.config, unit="prefill", route="prefill", batch=1, width=width)
+            tokens = np.zeros((1, width), np.int32)
+            tokens[0, : chunk.size] = chunk
+            with nvtx.annotate("pagedkv.prefill", domain="pagedkv"):
+                sampled = int(self._run(self.graphs.unit(key), batch, chunk.size, tokens)[0, chunk.size - 1])
+        self.statistics.prefilled_tokens += ids.size
+        left = budget - start - ids.size
+        progress = _Progress(tokens_left=left, last_token=sampled)
+        if left:
+            self._deliver(progress, sampled, frozenset())
+        else:
+            progress.reason = "length"
+        self._progress[sequence] = progress
+
+    def step(
+        self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
+    ) -> dict[pk.Sequence, list[int]]:
+        """Advance every unfinished sequence by one token, in one replay.
+
+        Returns:
+            New tokens of each sequence that got any, the first one of its prefill included.  A stop
+            token is delivered, and ends its sequence; so does the activated budget.
+        """
+        stops = frozenset(stop_tokens)
+        named = list(sequences)
+        for sequence in named:
+            self._stop_at_pending(self._progress_of(sequence), stops)
+        running = tuple(sequence for sequence in named if self._progress[sequence].reason is None)
+        if running:
+            self._decode(running, stops)
+        delivered = {}
+        for sequence in named:
+            progress = self._progress[sequence]
+            if progress.undelivered:
+                delivered[sequence] = progress.undelivered
+                progress.undelivered = []
+        self.statistics.decoded_tokens += sum(len(tokens) for tokens in delivered.values())
+        return delivered
+
+    def decode(
+        self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
+    ) -> Iterator[dict[pk.Sequence, list[int]]]:
+        """Step until every sequence has ended; yields {sequence: new tokens} after each step."""
+        named, stops = tuple(sequences), frozenset(stop_tokens)
+        while True:
+            tokens = self.step(named, stop_tokens=stops)
+            if not tokens:
+                return
+            yield tokens
+
+    def finish_reason(self, sequence: pk.Sequence) -> FinishReason | None:
+        """Return why the sequence ended: "stop", "length", or None while it runs."""
+        return self._progress_of(sequence).reason
+
+    def forget(self, sequence: pk.Sequence) -> None:
+        """Drop what the loop knows of a sequence, before or after the store finishes it."""
+        self._progress.pop(sequence, None)
+
+    def _decode(self, running: tuple[pk.Sequence, ...], stops: frozenset[int]) -> None:
+        calls_before = self.store.device.driver_calls
+        if self._batch is None or self._batch.sequences != running:
+            self._batch = self.store.batch(running)
+        shape = batch_shape(len(running), concurrency=self.store.config.max_concurrency)
+        key = key_for(self.store.config, unit="decode", route="decode", batch=shape, width=1)
+        captured = self.graphs.unit(key)
+        if captured.replays == 0:
+            calls_before = self.store.device.driver_calls
+        tokens = np.array([[self._progress[sequence].last_token] for sequence in running], np.int32)
+        with nvtx.annotate("pagedkv.decode", domain="pagedkv"):
+            sampled = self._run(captured, self._batch, 1, tokens)
+        for sequence, token in zip(running, sampled[:, 0].tolist(), strict=True):
+            self._deliver(self._progress[sequence], token, stops)
+        self.statistics.decode_steps += 1
+        self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
+
+    def _run(
+        self, captured: CapturedUnit, batch: pk.Batch, columns: int, tokens: np.ndarray
+    ) -> np.ndarray:
+        """Run one unit over a batch: map, publish, select, replay, wait, commit; returns next_tokens (b, W)."""
+        unit = self.store.begin_unit(batch, columns, name=captured.unit.key.unit)
+        try:
+            captured.unit.control.write(batch.rows, unit.first_positions["main"], unit.columns["main"], tokens)
+            captured.run()
+            self.store.wait(unit)
+        except BaseException:
+            if self.store.evidence is None:
+                self.store.fail(unit)
+            raise
+        sampled = captured.unit.control.read_next_tokens(len(batch))
+        self.store.commit(unit)
+        return sampled
+
+    def _deliver(self, progress: _Progress, token: int, stops: frozenset[int]) -> None:
+        progress.undelivered.append(token)
+        progress.last_token = token
+        progress.tokens_left -= 1
+        self._stop_at_pending(progress, stops)
+
+    def _stop_at_pending(self, progress: _Progress, stops: frozenset[int]) -> None:
+        if progress.reason is None and progress.undelivered and progress.last_token in stops:
+            progress.reason = "stop"
+        elif progress.reason is None and progress.tokens_left == 0:
+            progress.reason = "length"
+
+    def _progress_of(self, sequence: pk.Sequence) -> _Progress:
+        progress = self._progress.get(sequence)
+        if progress is None:
+            raise pk.MisuseError(f"decoding {sequence}", expected="a sequence this loop has prefilled", got="another",
+                                 remedy="call prefill first", clause="C9.4")
+        return progress

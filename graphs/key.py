@@ -1,0 +1,47 @@
+"""GraphKey: what a captured graph is looked up by.  Shape, and nothing else.  (C15.2)
+
+Page ids, request identity, lengths and contiguity never enter: one graph serves every legal content
+of its shape, because live lengths are read on the device (C15.3).
+
+Read next: `control_buffers.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pagedkv as pk
+
+Route = Literal["decode", "prefill"]
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """One shape: unit name, route, B, W, dense or masked, profile, geometry and score scale.
+
+    `scale` is frozen at capture (C14.4); `max_context` sizes the launch.
+    """
+
+    unit: str
+    route: Route
+    batch: int
+    width: int
+    is_masked: bool
+    profile: str
+    geometry: pk.KVGeometry
+    max_context: int
+    scale: float
+
+    def __str__(self) -> str:
+        mask = "masked" if self.is_masked else "dense"
+        return f"{self.unit}/{self.route} B={self.batch} W={self.width} {mask} {self.profile}"
+
+
+def key_for(config: pk.StoreConfig, *, unit: str, route: Route, batch: int, width: int) -> GraphKey:
+    """Return the key of a masked unit of a store's Main geometry with the default scale."""
+    geometry = config.geometry
+    return GraphKey(
+        unit=unit, route=route, batch=batch, width=width, is_masked=True, profile=str(config.profile),
+        geometry=geometry, max_context=config.max_context, scale=geometry.head_dim**-0.5,
+    )

@@ -1,0 +1,89 @@
+"""pagedkv: the paged KV-cache runtime for decode loops that replay CUDA Graphs.
+
+    store.py        the object a caller holds: activate, units, commit, trim, finish
+    ops.py          the kernels' wrappers; views.py, what they read through
+    devices/        where everything runs: `cpu` needs no GPU and no driver
+    pagedkv.graphs  capture, replay and the decode loop; pagedkv.tools, the `pagedkv` command
+
+Everything a caller needs is a name of this module or of `pagedkv.graphs`.  Importing it needs neither
+CuPy nor a compiler.  Read next: `tests/test_tour.py`, then `quantities.py`.
+"""
+
+from __future__ import annotations
+
+from pagedkv import codecs
+from pagedkv.clauses import Clause, clause, clauses
+from pagedkv.config import DraftFullBackend, ExplicitCapacity, KVGeometry, MTPBackend, PoolConfig, StoreConfig
+from pagedkv.devices import open_device
+from pagedkv.devices.protocol import Device, Event, Graph, Kernel, ModuleSpec, Stream, cpu_only
+from pagedkv.errors import (
+    ActivationRefused,
+    CapacityError,
+    CaptureRefused,
+    ConfigError,
+    DeviceFault,
+    EntitlementExceeded,
+    MissingRequirement,
+    MisuseError,
+    PagedKVError,
+    StaleHandle,
+    StoreLatched,
+    UnitInFlight,
+)
+from pagedkv.kernels import shipped_modules
+from pagedkv.ledgers import Batch
+from pagedkv.ops import AttentionShape, Ops, workspace_bytes
+from pagedkv.profiles import PROFILES, Profile
+from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
+from pagedkv.store import Store, open_store
+from pagedkv.unit_guard import SubmittedUnit
+from pagedkv.views import PagedKVBatchLayerView, PagedKVLayerView
+
+__all__ = [
+    "PROFILES",
+    "ActivationPlan",
+    "ActivationRefused",
+    "ActivationTarget",
+    "AttentionShape",
+    "Batch",
+    "CapacityError",
+    "CaptureRefused",
+    "Clause",
+    "ConfigError",
+    "Device",
+    "DeviceFault",
+    "DraftFullBackend",
+    "EntitlementExceeded",
+    "Event",
+    "ExplicitCapacity",
+    "Graph",
+    "KVGeometry",
+    "Kernel",
+    "MTPBackend",
+    "MissingRequirement",
+    "MisuseError",
+    "ModuleSpec",
+    "Ops",
+    "PagedKVBatchLayerView",
+    "PagedKVError",
+    "PagedKVLayerView",
+    "PoolConfig",
+    "Profile",
+    "Refusal",
+    "Sequence",
+    "StaleHandle",
+    "Store",
+    "StoreConfig",
+    "StoreLatched",
+    "Stream",
+    "SubmittedUnit",
+    "UnitInFlight",
+    "clause",
+    "clauses",
+    "codecs",
+    "cpu_only",
+    "open_device",
+    "open_store",
+    "shipped_modules",
+    "workspace_bytes",
+]

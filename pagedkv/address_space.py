@@ -1,0 +1,276 @@
+"""AddressSpaces: the active address spaces of one pool, as token columns over execution rows.  (C9)
+
+Each space is an ordered list of logical pages (its *membership*) with token-exact limits.  On the
+number line of one row, all in tokens, with every segment labelled:
+
+    0 ------------ frontier ------------ mapped_end ---------- bound_end ---------- limit
+    [ committed   )[ mapped, provisional )[ bound, unmapped    )[ promised, no id   )
+      readable       writable by units      ids known, reserved   reserved
+
+    frontier   committed frontier, any token (C9.1, C16.6)
+    mapped_end membership ends here; a multiple of P; may exceed the frontier
+    bound_end  ids are named up to here, in windows of 64 pages (C6.5)
+    limit      entitlement = membership + reservation, in tokens; a multiple of P
+
+Everything else is derived: membership pages = mapped_end / P, reservation = (limit - mapped_end) / P.
+Batch calls take one int32 value per execution row over the whole span (rows not meant carry the
+neutral value), so the per-step path is a few vector operations whatever the batch; a row touches the
+allocator only when it crosses a page boundary (C9.4).
+
+Whoever calls has checked that no unit in flight selects the row (`unit_guard.py`).  A pool's spaces
+never look at another pool's (C9.9).
+
+Read next: `sequence.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.block_tables import UNMAPPED, BlockTable, TableSlices, flatten_ranges
+from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
+from pagedkv.free_runs import Ids
+from pagedkv.logical_pages import LogicalPages
+from pagedkv.pool import DevicePageLease, PagePool
+from pagedkv.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
+
+Tokens = npt.NDArray[np.int32]
+
+WINDOW_PAGES = 64
+"""Pages bound at once: 4096 tokens, so that a row asks for ids once in 4096 steps (C6.5)."""
+
+_ZERO = np.zeros((), np.int32)
+
+HOLD = np.int32(1 << 30)
+"""Neutral `provisional` value of `trim`: beyond every limit, so nothing of that row is trimmed."""
+
+
+class AddressSpaces:
+    """Columns of one pool's active spaces; row r of every array is execution row r."""
+
+    def __init__(
+        self, pool: PagePool, pages: LogicalPages, table: BlockTable, *, max_context: int | None = None
+    ) -> None:
+        self.pool = pool
+        self.max_context = table.blocks * PAGE_TOKENS if max_context is None else max_context
+        self.pages = pages
+        self.table = table
+        rows = table.mirror.shape[0]
+        self.members = np.full((rows, table.blocks), -1, np.int32)
+        self.frontier = np.zeros(rows, np.int32)
+        self.mapped_end = np.zeros(rows, np.int32)
+        self.bound_end = np.zeros(rows, np.int32)
+        self.limit = np.zeros(rows, np.int32)
+        self.ceiling = np.zeros(rows, np.int32)
+        """min(limit, S): what one comparison per step is made with."""
+        self._crossing = np.zeros(rows, np.bool_)
+        self._none_crossing = self._crossing.tobytes()
+
+    def open(self, row: int, *, entitlement_pages: int) -> None:
+        """Start an empty space whose pages the caller has reserved in the pool.  (C9.1)"""
+        assert self.limit[row] == 0, f"row {row} of pool {self.pool.name} holds a space already"
+        self.limit[row] = entitlement_pages * PAGE_TOKENS
+        self.ceiling[row] = min(entitlement_pages * PAGE_TOKENS, self.max_context)
+
+    def spread(self, rows: npt.NDArray[np.int64], values: Tokens) -> Tokens:
+        """Return (C,) int32 with values at rows and 0, the neutral value, elsewhere."""
+        span = np.zeros_like(self.frontier)
+        span[rows] = values
+        return span
+
+    def exceeds_ceiling(self, ends: Tokens) -> bool:
+        """Whether some row would write beyond its entitlement or at or beyond S; one comparison.  (C9.3, C11.2)"""
+        np.less(self.ceiling, ends, out=self._crossing)
+        return self._crossing.tobytes() != self._none_crossing
+
+    def entitlement_pages(self, row: int) -> int:
+        """Return membership plus reservation, in pages.  (C9.1)"""
+        return int(self.limit[row]) >> PAGE_SHIFT
+
+    def membership_pages(self, row: int) -> int:
+        """Return how many pages belong to the space.  (C9.1)"""
+        return int(self.mapped_end[row]) >> PAGE_SHIFT
+
+    def ensure_mapped_to_tokens(self, ends: Tokens) -> TableSlices | None:
+        """Map positions [0, ends[r]) of every row r; a lower bound, 0 asks for nothing.  (C9.3)
+
+        Membership that is large enough stays as it is.  New pages move reservation to allocation of
+        the same space; neither frontier nor entitlement changes.
+
+        Returns:
+            The table slices to publish, or None when no row crossed a page boundary.
+
+        Raises:
+            EntitlementExceeded: some row needs more than its entitlement; nothing changed in any row.
+        """
+        np.less(self.mapped_end, ends, out=self._crossing)
+        if self._crossing.tobytes() == self._none_crossing:
+            return None
+        self.require_entitled(ends)
+        rows = np.flatnonzero(self._crossing)
+        old_ends = self.mapped_end[rows]
+        new_ends = (ends[rows] + PAGE_MASK) & ~PAGE_MASK
+        for row in rows[new_ends > self.bound_end[rows]].tolist():
+            self._bind_window(row, int(ends[row]))
+        counts = ((new_ends - old_ends) >> PAGE_SHIFT).astype(np.int64)
+        self.pool.materialize(int(counts.sum()))
+        self.mapped_end[rows] = new_ends
+        return TableSlices(rows, (old_ends >> PAGE_SHIFT).astype(np.int64), counts)
+
+    def require_entitled(self, ends: Tokens) -> None:
+        """Refuse ends beyond the entitlement of their row.  (C9.3)
+
+        Raises:
+            EntitlementExceeded: names the first such row; `rows` lists them all.
+        """
+        over = np.flatnonzero(ends > self.limit)
+        if over.size:
+            row = int(over[0])
+            raise EntitlementExceeded(
+                f"mapping row {row} of pool {self.pool.name} to {int(ends[row])} tokens",
+                expected=f"at most {int(self.limit[row])} tokens ({self.entitlement_pages(row)} pages of entitlement)",
+                got=f"{pages_for_tokens(int(ends[row]))} pages", remedy="activate with a larger token budget",
+                clause="C9.3", rows=over.tolist(),
+            )
+
+    def require_commit(self, columns: Tokens) -> None:
+        """Refuse a commit that is negative or leaves the membership; names the first such row.  (C9.5)"""
+        np.less(self.mapped_end, self.frontier + columns, out=self._crossing)
+        if self._crossing.tobytes() == self._none_crossing:
+            np.less(columns, _ZERO, out=self._crossing)
+            if self._crossing.tobytes() == self._none_crossing:
+                return
+        row = int(np.flatnonzero(self._crossing)[0])
+        raise MisuseError(
+            f"a commit of {int(columns[row])} tokens to row {row} of pool {self.pool.name}",
+            expected=f"0 to {int(self.mapped_end[row] - self.frontier[row])} tokens (mapped beyond the frontier)",
+            got=f"{int(columns[row])}", remedy="map before the unit writes and commit what it wrote", clause="C9.5",
+        )
+
+    def commit(self, columns: Tokens) -> None:
+        """Advance the committed frontier of every row r by columns[r].  (C9.5)
+
+        Raises:
+            MisuseError: a negative count, or a frontier beyond the membership; nothing changed.
+        """
+        self.require_commit(columns)
+        self.frontier += columns
+
+    def trim(self, provisional: Tokens) -> int:
+        """Keep ceil(max(committed, provisional[r]) / P) pages of every row r; `HOLD` keeps all.  (C9.6)
+
+        Trailing pages return to the reservation of the same space: available does not change.
+
+        Returns:
+            How many pages were trimmed.
+        """
+        keep_ends = (np.maximum(self.frontier, provisional) + PAGE_MASK) & ~PAGE_MASK
+        rows = np.flatnonzero(self.mapped_end > keep_ends)
+        if not rows.size:
+            return 0
+        keep_blocks = (keep_ends[rows] >> PAGE_SHIFT).astype(np.int64)
+        counts = (self.mapped_end[rows] >> PAGE_SHIFT).astype(np.int64) - keep_blocks
+        flat = flatten_ranges(rows, keep_blocks, counts)
+        self.pool.dematerialize(self.table.mirror[flat])
+        logical = self.members[flat]
+        self.pages.renew(logical)
+        self.mapped_end[rows] = keep_ends[rows]
+        return int(counts.sum())
+
+    def truncate(self, row: int, tokens: int) -> None:
+        """Lower the committed frontier to `tokens`, then trim.  (C9.10)
+
+        The page that is cut inside gets a new content epoch; an equal frontier only trims (C7.6).
+
+        Raises:
+            MisuseError: tokens is negative or above the committed frontier; nothing changed.
+        """
+        committed = int(self.frontier[row])
+        if not 0 <= tokens <= committed:
+            raise MisuseError(f"truncate of row {row} of pool {self.pool.name}", expected=f"0 to {committed} tokens",
+                              got=tokens, remedy="truncate only lowers a committed frontier", clause="C9.10")
+        if tokens < committed and tokens & PAGE_MASK:
+            self.pages.renew_content(self.members[row, tokens >> PAGE_SHIFT : (tokens >> PAGE_SHIFT) + 1])
+        self.frontier[row] = tokens
+        provisional = np.full_like(self.frontier, HOLD)
+        provisional[row] = 0
+        self.trim(provisional)
+
+    def close(self, row: int) -> None:
+        """Give up the row's membership and reservation; every page returns to available.  (C9.8)"""
+        mapped, bound = self.membership_pages(row), int(self.bound_end[row]) >> PAGE_SHIFT
+        entitlement = self.entitlement_pages(row)
+        self.pool.release(self.table.mirror[row, :bound], leased=mapped)
+        self.pool.shrink(entitlement - bound)
+        self.pages.recycle(self.members[row, :bound])
+        self.table.mirror[row, :bound] = UNMAPPED
+        self.members[row, :bound] = -1
+        self.frontier[row] = self.mapped_end[row] = self.bound_end[row] = 0
+        self.limit[row] = self.ceiling[row] = 0
+
+    def lease(self, row: int, block: int) -> DevicePageLease:
+        """Return the lease of a mapped block.  (C6.1)
+
+        Raises:
+            MisuseError: the block is not mapped; a bound block counts as unmapped (C6.5).
+        """
+        if not 0 <= block < self.membership_pages(row):
+            raise MisuseError(f"the lease of block {block} of row {row} in pool {self.pool.name}",
+                              expected=f"a mapped block, 0 to {self.membership_pages(row) - 1}", got=block,
+                              remedy="map the block first", clause="C6.5")
+        page_id = int(self.table.mirror[row, block])
+        return DevicePageLease(self.pool.name, page_id, int(self.pool.serials[page_id]))
+
+    def require_current(self, lease: DevicePageLease) -> None:
+        """Refuse a lease that was released or dematerialized.  (C6.1)
+
+        Raises:
+            StaleHandle: the page group is free, bound or leased anew.
+        """
+        page_id = lease.page_id
+        known = lease.pool == self.pool.name and 0 <= page_id < self.pool.capacity
+        if not known or self.pool.serials[page_id] != lease.serial or not self.mapped_mask()[page_id]:
+            raise StaleHandle(f"{lease}", expected="a current lease", got="one that was released or trimmed",
+                              remedy="take the lease anew from the address space", clause="C6.1")
+
+    def mapped_mask(self) -> npt.NDArray[np.bool_]:
+        """Return a (capacity,) array that is True at every leased page group."""
+        mask = np.zeros(self.pool.capacity, np.bool_)
+        mask[self.table.mirror[self.columns_below(self.mapped_end)]] = True
+        return mask
+
+    def bound_mask(self) -> npt.NDArray[np.bool_]:
+        """Return a (capacity,) array that is True at every leased or bound page group."""
+        mask = np.zeros(self.pool.capacity, np.bool_)
+        mask[self.table.mirror[self.columns_below(self.bound_end)]] = True
+        return mask
+
+    def mapped_ids(self, row: int) -> Ids:
+        """Return a copy of the page group ids that the row maps, in block order."""
+        return self.table.mirror[row, : self.membership_pages(row)].copy()
+
+    def committed_columns(self, logical: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return committed columns 0..64 of pages; derived from the writer's frontier.  (C7 preamble)"""
+        writers = self.pages.writer[logical]
+        starts = self.pages.block[logical] << PAGE_SHIFT
+        derived = np.clip(self.frontier[writers] - starts, 0, PAGE_TOKENS)
+        return np.where(writers >= 0, derived, self.pages.committed[logical]).astype(np.int32)
+
+    def _bind_window(self, row: int, end_tokens: int) -> None:
+        """Bind at least up to `end_tokens`, in whole windows, never beyond the entitlement.  (C6.5)"""
+        first = int(self.bound_end[row]) >> PAGE_SHIFT
+        wanted = max(WINDOW_PAGES, pages_for_tokens(end_tokens) - first)
+        count = min(wanted, self.entitlement_pages(row) - first)
+        mirror, members = self.table.mirror[row], self.members[row]
+        page_ids = self.pool.bind(count, int(mirror[first - 1]) if first else -1)
+        logical_after = int(members[first - 1]) if first else -1
+        mirror[first : first + count] = page_ids
+        members[first : first + count] = self.pages.describe(
+            page_ids, writer=row, first_block=first, after=logical_after
+        )
+        self.bound_end[row] = (first + count) * PAGE_TOKENS
+
+    def columns_below(self, ends: Tokens) -> npt.NDArray[np.bool_]:
+        """Return a (C, L) mask of the table entries that lie below ends[r] tokens."""
+        return np.arange(self.table.blocks) < (ends >> PAGE_SHIFT)[:, None]

@@ -1,0 +1,170 @@
+"""The invariants of C16, one function each, checkable at any boundary.
+
+Every function recomputes from the columns what the ledgers keep as counters or derive, and asserts
+the law with both sides in the message.  `check_ledgers` runs all of them; `Store.check` adds what
+only the device knows.  Cost: linear in pages, so it runs at boundaries, never in a step.
+
+Laws of items that this store cannot break by construction are named at the function that would have
+to change: 9 (replicas), 14 and 15 (views, kernels), 16 (state handles).
+
+Read next: `store.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from pagedkv.address_space import AddressSpaces
+from pagedkv.block_tables import UNMAPPED
+from pagedkv.config import PoolConfig
+from pagedkv.ledgers import StoreLedgers
+from pagedkv.planes import PlaneGeometry
+from pagedkv.quantities import PAGE_SHIFT, PAGE_TOKENS
+
+
+def check_ledgers(ledgers: StoreLedgers) -> None:
+    """Assert every invariant that the ledgers can answer; raises AssertionError with the numbers."""
+    for pool in ledgers.config.pools:
+        spaces = ledgers.spaces[pool.name]
+        check_2_planes_share_one_frontier(pool)
+        check_1_one_replica_per_lease(spaces)
+        check_3_one_id_for_all_planes(pool, spaces)
+        check_4_occupancy(spaces)
+        check_5_identities_are_independent(spaces)
+        check_6_frontiers(spaces)
+        check_7_one_writer(spaces)
+        check_8_shared_pages_are_immutable(spaces)
+        check_10_entitlement_is_reserved(spaces)
+        check_12_rows(ledgers, spaces)
+    check_11_units_are_covered(ledgers)
+    check_13_pools_are_separate(ledgers)
+    check_17_launches_are_covered(ledgers)
+
+
+def check_1_one_replica_per_lease(spaces: AddressSpaces) -> None:
+    """C16.1: a page group carries at most one logical page, and each knows the other."""
+    held = spaces.pages.device[spaces.pages.device >= 0]
+    assert np.unique(held).size == held.size, f"{_name(spaces)}: one page group carries two logical pages"
+    bound = spaces.columns_below(spaces.bound_end)
+    page_ids, logical = spaces.table.mirror[bound], spaces.members[bound]
+    assert (spaces.pages.device[logical] == page_ids).all(), f"{_name(spaces)}: table and descriptors disagree"
+    assert held.size == page_ids.size, f"{_name(spaces)}: {held.size} descriptors hold pages, tables {page_ids.size}"
+
+
+def check_2_planes_share_one_frontier(pool: PoolConfig) -> None:
+    """C16.2: all planes of a pool have the same pages and order."""
+    shared = {(plane.pages, plane.order) for plane in pool.planes}
+    assert shared == {(pool.pages, pool.order)}, f"pool {pool.name}: planes differ: {shared}"
+
+
+def check_3_one_id_for_all_planes(pool: PoolConfig, spaces: AddressSpaces) -> None:
+    """C16.3: every id that a table may name exists in every plane."""
+    planes: tuple[PlaneGeometry, ...] = pool.planes
+    assert all(plane.pages == spaces.pool.capacity for plane in planes), f"{_name(spaces)}: a plane lacks pages"
+    mirror = spaces.table.mirror
+    assert mirror.min() >= UNMAPPED, f"{_name(spaces)}: a negative id in the table"
+    assert mirror.max() < spaces.pool.capacity, f"{_name(spaces)}: an id beyond the planes in the table"
+
+
+def check_4_occupancy(spaces: AddressSpaces) -> None:
+    """C16.4, C6.2: leases + reservations + available = capacity, and the ids behind them add up (S31)."""
+    pool = spaces.pool
+    leased = int(spaces.mapped_end.sum()) >> PAGE_SHIFT
+    bound = (int(spaces.bound_end.sum()) >> PAGE_SHIFT) - leased
+    reserved = (int(spaces.limit.sum()) >> PAGE_SHIFT) - leased
+    assert pool.allocated == leased, f"{_name(spaces)}: allocated {pool.allocated}, leases {leased}"
+    assert pool.bound == bound, f"{_name(spaces)}: bound {pool.bound}, ids bound {bound}"
+    assert pool.reserved == reserved, f"{_name(spaces)}: reserved {pool.reserved}, reservations {reserved}"
+    assert 0 <= pool.available <= pool.capacity, f"{_name(spaces)}: available {pool.available} of {pool.capacity}"
+    held = spaces.bound_mask()
+    assert (held == (pool.serials != 0)).all(), f"{_name(spaces)}: serials and held ids disagree"
+    free = pool.free_runs.mask()
+    assert (free ^ held).all(), f"{_name(spaces)}: an id is both free and held, or neither"
+    assert pool.free_runs.id_count == int(free.sum()), f"{_name(spaces)}: the free count drifted"
+
+
+def check_5_identities_are_independent(spaces: AddressSpaces) -> None:
+    """C16.5, C7.3: a live descriptor has its own serial and content epoch; every other one is free."""
+    live = spaces.pages.serial != 0
+    assert (live ^ spaces.pages.free_runs.mask()).all(), f"{_name(spaces)}: a descriptor is free and live, or neither"
+    assert (live == (spaces.pages.device >= 0)).all(), f"{_name(spaces)}: a live descriptor without a replica"
+    for what, column in (("serial", spaces.pages.serial), ("content epoch", spaces.pages.content)):
+        values = column[live]
+        assert np.unique(values).size == values.size, f"{_name(spaces)}: two pages share a {what}"
+
+
+def check_6_frontiers(spaces: AddressSpaces) -> None:
+    """C16.6, C9.1: 0 <= frontier <= mapped_end <= bound_end <= limit; all but the frontier whole pages."""
+    order = (spaces.frontier, spaces.mapped_end, spaces.bound_end, spaces.limit)
+    assert (spaces.frontier >= 0).all(), f"{_name(spaces)}: a negative frontier"
+    for low, high in itertools.pairwise(order):
+        assert (low <= high).all(), f"{_name(spaces)}: {low.tolist()} exceeds {high.tolist()}"
+    for column in order[1:]:
+        assert not (column % PAGE_TOKENS).any(), f"{_name(spaces)}: {column.tolist()} are not whole pages"
+    ceiling = np.minimum(spaces.limit, spaces.max_context)
+    assert (spaces.ceiling == ceiling).all(), f"{_name(spaces)}: ceilings {spaces.ceiling.tolist()}, {ceiling.tolist()}"
+    assert int(spaces.limit.max()) <= spaces.table.blocks * PAGE_TOKENS, f"{_name(spaces)}: entitlement beyond L"
+
+
+def check_7_one_writer(spaces: AddressSpaces) -> None:
+    """C16.7, C7.5: a page of an active space has exactly its row as writer, at its block."""
+    rows, blocks = np.nonzero(spaces.columns_below(spaces.bound_end))
+    logical = spaces.members[rows, blocks]
+    assert np.unique(logical).size == logical.size, f"{_name(spaces)}: a page is in two places"
+    assert (spaces.pages.writer[logical] == rows).all(), f"{_name(spaces)}: a page's writer is another row"
+    assert (spaces.pages.block[logical] == blocks).all(), f"{_name(spaces)}: a page stands at another block"
+
+
+def check_8_shared_pages_are_immutable(spaces: AddressSpaces) -> None:
+    """C16.8, C7.5: a writer implies one reference."""
+    written = spaces.pages.writer >= 0
+    assert (spaces.pages.references[written] == 1).all(), f"{_name(spaces)}: a shared page has a writer"
+
+
+def check_10_entitlement_is_reserved(spaces: AddressSpaces) -> None:
+    """C16.10: what active rows are guaranteed is in no one's available capacity."""
+    entitled = int(spaces.limit.sum()) >> PAGE_SHIFT
+    assert spaces.pool.available == spaces.pool.capacity - entitled, f"{_name(spaces)}: entitlement is available"
+
+
+def check_11_units_are_covered(ledgers: StoreLedgers) -> None:
+    """C16.11: what a unit in flight may touch is still mapped and its frontiers are as at its start."""
+    mask = 0
+    for unit in ledgers.guard.units:
+        assert not mask & unit.rows_mask, f"{unit.label}: a row is in flight twice"
+        mask |= unit.rows_mask
+        for pool, columns in unit.columns.items():
+            spaces = ledgers.spaces[pool]
+            first = unit.first_positions[pool]
+            assert (spaces.frontier[unit.rows] == first).all(), f"{unit.label}: a frontier moved in flight"
+            assert (first + columns <= spaces.mapped_end[unit.rows]).all(), f"{unit.label}: a page left in flight"
+    assert mask == ledgers.guard.rows_in_flight, "the guard's rows and its units disagree"
+
+
+def check_12_rows(ledgers: StoreLedgers, spaces: AddressSpaces) -> None:
+    """C16.12: a row without a sequence holds nothing."""
+    idle = ledgers.sequences.serials == 0
+    assert not spaces.limit[idle].any(), f"{_name(spaces)}: an idle row has an entitlement"
+    beyond = spaces.table.mirror[~spaces.columns_below(spaces.bound_end)]
+    assert (beyond == UNMAPPED).all(), f"{_name(spaces)}: stale ids beyond a row's pages"
+    assert ledgers.sequences.free_rows() == np.flatnonzero(idle).tolist(), "free rows and sequences disagree"
+
+
+def check_13_pools_are_separate(ledgers: StoreLedgers) -> None:
+    """C16.13: pools share no counter, id or descriptor."""
+    spaces = list(ledgers.spaces.values())
+    assert len({id(space.pool) for space in spaces}) == len(spaces), "two pools share a ledger"
+    assert len({id(space.pages) for space in spaces}) == len(spaces), "two pools share descriptors"
+
+
+def check_17_launches_are_covered(ledgers: StoreLedgers) -> None:
+    """C16.17: the whole budget of every active sequence lies within its entitlement."""
+    for name, spaces in ledgers.spaces.items():
+        short = ledgers.sequences.budget_tokens > spaces.limit
+        assert not short.any(), f"pool {name}: rows {np.flatnonzero(short).tolist()} are not covered"
+
+
+def _name(spaces: AddressSpaces) -> str:
+    return f"pool {spaces.pool.name}"

@@ -1,0 +1,220 @@
+"""What `Device.call` accepts, so that both devices replay the same thing.
+
+A captured call runs again and again, and what it sees must be what was captured.  So the function is plain and
+module-level, its arguments are arrays (memory, read anew at each replay) and scalars (frozen), and whatever
+else it refers to cannot change: modules, functions, classes, numbers, strings, and tuples of those.  The rule
+holds for the functions it calls too, within the same project; C functions and third-party code end the search.
+
+Under capture the function is copied with a snapshot of the globals it names, so a later assignment to one of
+them changes nothing.  Library matrix products are found in the byte code and refused under capture unless
+the function is `cpu_only`, because cuBLAS refuses a capturing stream.
+
+Read next: `cpu.py`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import enum
+import numbers
+import sys
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagedkv.devices.protocol import CPU_ONLY_ATTRIBUTE
+from pagedkv.errors import CaptureRefused, MisuseError
+
+MATRIX_PRODUCTS = frozenset(
+    ("matmul", "dot", "einsum", "tensordot", "inner", "vdot", "linalg", "vecdot", "matvec", "vecmat")
+)
+
+_GLOBAL_READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
+_GLOBAL_WRITES = frozenset(("STORE_GLOBAL", "DELETE_GLOBAL"))
+_ATTRIBUTE_READS = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
+_IMMUTABLE = (
+    type(None),
+    type(Ellipsis),
+    type(NotImplemented),
+    numbers.Number,
+    str,
+    bytes,
+    enum.Enum,
+    np.generic,
+    np.dtype,
+    types.ModuleType,
+    type,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.GenericAlias,
+    np.ufunc,
+)
+_LIBRARY_FOLDERS = tuple(
+    Path(folder).resolve()
+    for key in ("stdlib", "platstdlib", "purelib", "platlib")
+    if (folder := sysconfig.get_paths().get(key))
+)
+
+
+_checked: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
+
+
+def check_call(fn: Callable[..., Any]) -> None:
+    """Check that `fn` may be called by a stream; once per function, because the walk costs a millisecond.
+
+    Raises:
+        MisuseError: it is no plain module-level function, or it can see something that changes.
+    """
+    if isinstance(fn, types.FunctionType) and fn in _checked:
+        return
+    _checked.add(_Search(fn).run())
+
+
+def freeze_call(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Check `fn` for a capture and copy it with everything that it refers to.
+
+    Raises:
+        MisuseError: as `check_call`.
+        CaptureRefused: it uses a library matrix product and is not `cpu_only`.
+    """
+    search = _Search(fn)
+    plain = search.run()
+    if search.product and not getattr(fn, CPU_ONLY_ATTRIBUTE, False):
+        raise CaptureRefused(
+            f"call of {_name(fn)}",
+            expected="no library matrix product under capture, because cuBLAS refuses a capturing stream",
+            got=search.product,
+            remedy="use a kernel, or mark the function with cpu_only",
+            clause="C15.1",
+        )
+    return _freeze(plain, {})
+
+
+class _Search:
+    """One walk over a function and what it refers to."""
+
+    def __init__(self, root: Callable[..., Any]) -> None:
+        self._root = root
+        self._package = str(getattr(root, "__module__", "") or "").partition(".")[0]
+        self._seen: set[int] = set()
+        self.product = ""
+
+    def run(self) -> types.FunctionType:
+        if not isinstance(self._root, types.FunctionType):
+            raise self._refusal("a plain module-level function", f"{type(self._root).__name__} {_name(self._root)}")
+        self.visit(self._root)
+        return self._root
+
+    def visit(self, fn: types.FunctionType) -> None:
+        if id(fn) in self._seen:
+            return
+        self._seen.add(id(fn))
+        if fn.__closure__:
+            raise self._refusal("no closure", f"{_name(fn)} closing over {', '.join(fn.__code__.co_freevars)}")
+        if "<locals>" in fn.__qualname__:
+            raise self._refusal("a function defined at the top of a module", f"{_name(fn)}, defined in a function")
+        for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+            self._check_value(default, "defaults that cannot change", f"{_name(fn)} with default {default!r}")
+        for code in _codes(fn.__code__):
+            self._visit_code(fn, code)
+
+    def _visit_code(self, fn: types.FunctionType, code: types.CodeType) -> None:
+        value: object = None  # what the last instruction left, when it is a module that was read by name
+        for instruction in dis.get_instructions(code):
+            name = str(instruction.argval) if isinstance(instruction.argval, str) else ""
+            if instruction.opname in _GLOBAL_WRITES:
+                raise self._refusal("no assignment to a global", f"{_name(fn)} assigning {name}")
+            if _is_matrix_operator(instruction):
+                self.product = self.product or f"`@` in {_name(fn)}"
+            is_name = instruction.opname in _GLOBAL_READS | _ATTRIBUTE_READS or instruction.opname == "IMPORT_FROM"
+            if is_name and name in MATRIX_PRODUCTS:
+                self.product = self.product or f"`{name}` in {_name(fn)}"
+            if instruction.opname in _GLOBAL_READS:
+                value = self._look_up(fn, name)
+                self._check_global(fn, name, value)
+            elif instruction.opname in _ATTRIBUTE_READS and isinstance(value, types.ModuleType):
+                value = getattr(value, name, None) if self._is_ours(value) else None
+                self._check_global(fn, name, value)
+            elif instruction.opname not in {"CACHE", "EXTENDED_ARG", "PUSH_NULL"}:
+                value = None
+
+    def _look_up(self, fn: types.FunctionType, name: str) -> object:
+        if name in fn.__globals__:
+            return fn.__globals__[name]
+        return getattr(builtins, name, None)
+
+    def _check_global(self, fn: types.FunctionType, name: str, value: object) -> None:
+        got = f"{_name(fn)} reading {name}, a {type(value).__name__}"
+        self._check_value(value, "globals that cannot change", got)
+
+    def _check_value(self, value: object, expected: str, got: str) -> None:
+        if isinstance(value, types.FunctionType):
+            module = sys.modules.get(value.__module__ or "")
+            if module is None or self._is_ours(module):
+                self.visit(value)
+        elif isinstance(value, tuple | frozenset):
+            for item in value:
+                self._check_value(item, expected, got)
+        elif not isinstance(value, _IMMUTABLE):
+            raise self._refusal(expected, got)
+
+    def _is_ours(self, module: types.ModuleType) -> bool:
+        """Is the module part of the caller's project?"""
+        if module.__name__.partition(".")[0] == self._package:
+            return True
+        file = getattr(module, "__file__", None)
+        if file is None:
+            return module.__name__ == "__main__"
+        path = Path(file).resolve()
+        return not any(path.is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
+
+    def _refusal(self, expected: str, got: str) -> MisuseError:
+        return MisuseError(
+            f"call of {_name(self._root)}",
+            expected=expected,
+            got=got,
+            remedy="pass what changes as an array argument, and constants as scalars",
+            clause="C15.1",
+        )
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _is_matrix_operator(instruction: dis.Instruction) -> bool:
+    if instruction.opname == "BINARY_OP":
+        return instruction.argrepr in {"@", "@="}
+    return instruction.opname in {"BINARY_MATRIX_MULTIPLY", "INPLACE_MATRIX_MULTIPLY"}
+
+
+def _freeze(fn: types.FunctionType, done: dict[int, types.FunctionType]) -> types.FunctionType:
+    if id(fn) in done:
+        return done[id(fn)]
+    namespace: dict[str, Any] = {"__builtins__": builtins.__dict__}
+    copy = types.FunctionType(fn.__code__, namespace, fn.__name__, fn.__defaults__)
+    copy.__kwdefaults__ = dict(fn.__kwdefaults__) if fn.__kwdefaults__ else None
+    copy.__qualname__, copy.__module__ = fn.__qualname__, fn.__module__
+    done[id(fn)] = copy
+    names = {"__name__", "__package__", "__spec__", "__file__"}
+    for code in _codes(fn.__code__):
+        names.update(code.co_names)
+    for name in names & fn.__globals__.keys():
+        value = fn.__globals__[name]
+        if isinstance(value, types.FunctionType) and not value.__closure__:
+            value = _freeze(value, done)
+        namespace[name] = value
+    return copy
+
+
+def _name(fn: object) -> str:
+    return str(getattr(fn, "__qualname__", None) or repr(fn))

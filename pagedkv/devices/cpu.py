@@ -1,0 +1,379 @@
+"""The cpu device: CUDA kernel sources on this machine's cores, for tests and for machines without a GPU.
+
+Every CUDA thread is a fiber; blocks run on a few OS threads; streams and events keep the protocol.  In eager
+mode, the only one so far, an operation runs when it is submitted, so events always have passed.  What CUDA
+forbids under capture is refused here too, so that code that works here works there.
+
+The device keeps four kinds of evidence a GPU does not: guard pages and canaries around every buffer, poison in
+fresh memory, exact errors for divergent barriers and warp collectives, and thread orders to choose from (a
+data race gives different bits in another order).
+
+Clauses: C12.4 (faults are answers), C14.4 (streams are explicit), C15.1 (addresses are stable).
+
+Read next: `cpu_memory.py`, `cpu_kernels.py`, `cpu_streams.py`, `cpu_graph.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.devices.calls import check_call, freeze_call
+from pagedkv.devices.cpu_compiler import (
+    Announce,
+    Compiler,
+    announce_on_stderr,
+    build,
+    find_compiler,
+)
+from pagedkv.devices.cpu_context import CpuContext
+from pagedkv.devices.cpu_graph import CpuGraph
+from pagedkv.devices.cpu_kernels import CpuModule, refuse_load_in_capture
+from pagedkv.devices.cpu_memory import POISON, address_of, host_memory_bytes
+from pagedkv.devices.cpu_operations import CallOperation, CopyOperation
+from pagedkv.devices.cpu_runtime import ORDERS, load_library
+from pagedkv.devices.cpu_streams import Capture, CpuEvent, CpuStream, own_stream
+from pagedkv.devices.protocol import ModuleSpec, Shape, Stream
+from pagedkv.devices.sources import has_static_shared, module_text
+from pagedkv.errors import CaptureRefused, MisuseError
+
+THREADS_DEFAULT_MAX = 16  # every OS thread reserves 128 MiB of address space for stacks
+THREADS_MAX = 256
+PINNED_ALIGN_BYTES = 64
+CHECKS = ("", "bounds")
+
+_SCALARS = (int, float, bool, np.generic)
+
+
+class CpuDevice:
+    """An executor of CUDA sources on fibers.
+
+    Args:
+        order: "ascending", "descending" or "random": order of lanes, warps and blocks.
+        seed: of the random order; every launch draws another one from it.
+        threads: OS threads that run blocks, the caller's included; by default the cores this process may use.
+        checks: "bounds" builds modules that trap on misaligned accesses and on indices outside fixed arrays.
+        compiler: by default what `find_compiler` finds.
+        announce: told in one line when something is compiled, which happens once per machine.
+        spin_seconds: a block in which only spinning threads run for so long is a fault.
+        reason: why this device was chosen; part of `description`.
+
+    Raises:
+        MissingRequirement: no C++ compiler.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        *,
+        order: str = "ascending",
+        seed: int = 0,
+        threads: int | None = None,
+        checks: str = "",
+        compiler: Compiler | None = None,
+        announce: Announce = announce_on_stderr,
+        spin_seconds: float = 10.0,
+        reason: str = "",
+    ) -> None:
+        cores = len(os.sched_getaffinity(0))
+        self.threads = min(cores, THREADS_DEFAULT_MAX) if threads is None else threads
+        _require(1 <= self.threads <= THREADS_MAX, "threads", f"1 to {THREADS_MAX}", threads)
+        _require(order in ORDERS, "order", f"one of {tuple(ORDERS)}", order)
+        _require(checks in CHECKS, "checks", f"one of {CHECKS}", checks)
+        self.checks = checks
+        self.compiler = compiler or find_compiler()
+        self._announce = announce
+        self._context = CpuContext(
+            load_library(self.compiler, announce),
+            threads=self.threads,
+            order=order,
+            seed=seed,
+            spin_seconds=spin_seconds,
+        )
+        self._reason = reason
+        self._stream_numbers = itertools.count()
+        self._modules: dict[ModuleSpec, CpuModule] = {}
+        self._capture: Capture | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.description}>"
+
+    # -- what it is ----------------------------------------------------------------------------------------
+
+    @property
+    def description(self) -> str:
+        """One line: which device, and why."""
+        plural = "thread" if self.threads == 1 else "threads"
+        line = f"cpu device: kernels as fibers on {self.threads} OS {plural}, compiled by {self.compiler.kind}"
+        return f"{line}; {self._reason}" if self._reason else line
+
+    @property
+    def driver_calls(self) -> int:
+        """Launches, copies, calls, records, waits, queries, synchronizations and graph launches so far."""
+        return self._context.driver_calls
+
+    def set_order(self, order: str, seed: int = 0) -> None:
+        """Choose the order of lanes, warps and blocks for later launches."""
+        self._context.check_usable()
+        _require(order in ORDERS, "order", f"one of {tuple(ORDERS)}", order)
+        self._context.set_order(order, seed)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Give free and total memory of the host, in bytes, within its control group."""
+        return host_memory_bytes()
+
+    def address(self, array: npt.NDArray[Any]) -> int:
+        """Give the address of the first element of an array of this device."""
+        self._own_array(array, "address")
+        return address_of(array)
+
+    # -- memory --------------------------------------------------------------------------------------------
+
+    def empty(
+        self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None
+    ) -> npt.NDArray[Any]:
+        """Allocate device memory filled with 0xFF; `name` is for messages."""
+        return self._array(shape, dtype, align_bytes, POISON, False, name)
+
+    def zeros(
+        self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None
+    ) -> npt.NDArray[Any]:
+        """Allocate device memory of zero bytes; `name` is for messages."""
+        return self._array(shape, dtype, align_bytes, 0, False, name)
+
+    def pinned(self, shape: Shape, dtype: npt.DTypeLike, *, name: str | None = None) -> npt.NDArray[Any]:
+        """Allocate host memory at a fixed address, filled with 0xFF; kernels may use it too."""
+        return self._array(shape, dtype, PINNED_ALIGN_BYTES, POISON, True, name)
+
+    def _array(
+        self, shape: Shape, dtype: npt.DTypeLike, align_bytes: int, fill: int, is_pinned: bool, name: str | None
+    ) -> npt.NDArray[Any]:
+        self._context.check_usable()
+        self._context.refuse_in_capture("allocation")
+        return self._context.memory.array(
+            shape, dtype, align_bytes=align_bytes, fill=fill, is_pinned=is_pinned, name=name
+        )
+
+    def check_canaries(self) -> None:
+        """Look at the slack around every buffer.
+
+        Raises:
+            DeviceFault: something was written there; also for buffers freed since the last look.
+        """
+        self._context.raise_overwritten(self._context.memory.check())
+
+    # -- work ----------------------------------------------------------------------------------------------
+
+    def stream(self) -> CpuStream:
+        """Make a stream."""
+        self._context.check_usable()
+        return CpuStream(self._context, self, f"stream {next(self._stream_numbers)}")
+
+    def event(self) -> CpuEvent:
+        """Make an event."""
+        self._context.check_usable()
+        return CpuEvent(self._context)
+
+    def load(self, spec: ModuleSpec) -> CpuModule:
+        """Compile, or take from the cache, and load.
+
+        Raises:
+            MisuseError: the compiler refuses the source.
+            CaptureRefused: a capture is on.
+        """
+        self._context.check_usable()
+        if spec in self._modules:
+            return self._modules[spec]
+        if self._capture is not None:
+            raise refuse_load_in_capture(spec.name)
+        path = build(
+            spec.name,
+            module_text(spec),
+            self.compiler,
+            defines=spec.defines,
+            checks=self.checks,
+            announce=self._announce,
+        )
+        module = CpuModule(self._context, spec, ctypes.CDLL(str(path)), is_serial=has_static_shared(spec))
+        self._modules[spec] = module
+        return module
+
+    def copy(self, destination: npt.NDArray[Any], source: npt.NDArray[Any], stream: Stream) -> None:
+        """Submit a copy; see `protocol.Device.copy`.
+
+        Raises:
+            MisuseError: size, dtype or contiguity differ, or neither side is this device's.
+            CaptureRefused: a side is pageable host memory and the stream is capturing.
+        """
+        self._context.check_usable()
+        own = own_stream(self._context, stream, "copy")
+        for side, array in (("destination", destination), ("source", source)):
+            if type(array) is not np.ndarray or not array.flags.c_contiguous:
+                raise _copy_refusal(f"a C-contiguous numpy.ndarray as {side}", _shape_text(array))
+        if destination.dtype != source.dtype or destination.nbytes != source.nbytes:
+            raise _copy_refusal(f"{_shape_text(source)} in {source.nbytes} bytes", _shape_text(destination))
+        if not destination.flags.writeable:
+            raise _copy_refusal("a writable destination", "a read-only one")
+        owners = [self._context.memory.owner(array) for array in (destination, source)]
+        if owners == [None, None]:
+            raise _copy_refusal("at least one side of this device", "pageable host memory on both sides")
+        if own.is_capturing and None in owners:
+            raise CaptureRefused(
+                "copy under capture",
+                expected="device or pinned memory on both sides",
+                got="pageable host memory",
+                remedy="stage it through device.pinned",
+                clause="C15.1",
+            )
+        self._context.driver_calls += 1
+        if destination.nbytes:
+            own.submit(
+                CopyOperation(
+                    address_of(destination), address_of(source), destination.nbytes, (destination.view(), source.view())
+                )
+            )
+
+    def call(self, stream: Stream, fn: Callable[..., Any], *arguments: Any) -> None:
+        """Submit array work written in Python; see `calls.py`.
+
+        Args:
+            stream: where it goes.
+            fn: a plain module-level function.
+            arguments: arrays of this device, passed as views, and scalars, frozen.
+
+        Raises:
+            MisuseError: the function or an argument can change behind the device's back.
+            CaptureRefused: a library matrix product under capture in a function that is not `cpu_only`.
+        """
+        self._context.check_usable()
+        own = own_stream(self._context, stream, "call")
+        frozen = tuple(self._call_argument(fn, argument) for argument in arguments)
+        if own.is_capturing:
+            fn = freeze_call(fn)
+        else:
+            check_call(fn)
+        self._context.driver_calls += 1
+        own.submit(CallOperation(getattr(fn, "__qualname__", "call"), fn, frozen))
+
+    def _call_argument(self, fn: Callable[..., Any], argument: Any) -> Any:
+        if isinstance(argument, np.ndarray):
+            if type(argument) is np.ndarray and self._context.memory.owner(argument) is not None:
+                return argument.view()
+        elif isinstance(argument, _SCALARS):
+            return argument
+        raise MisuseError(
+            f"call of {getattr(fn, '__qualname__', fn)}",
+            expected="arrays of this device, pinned arrays and scalars as arguments",
+            got=_shape_text(argument),
+            remedy="allocate it with device.empty or device.pinned",
+            clause="C15.1",
+        )
+
+    # -- capture -------------------------------------------------------------------------------------------
+
+    def begin_capture(self, stream: Stream) -> None:
+        """Record submissions to `stream`, and to streams that join it, from here on.
+
+        Raises:
+            CaptureRefused: a capture is on already.
+        """
+        self._context.check_usable()
+        own = own_stream(self._context, stream, "begin_capture")
+        self._context.refuse_in_capture("begin_capture")
+        self._capture = Capture(own)
+        self._context.capturing_on = own.label
+        own.capture = self._capture
+
+    def end_capture(self, stream: Stream) -> CpuGraph:
+        """Stop recording and give the graph.
+
+        Raises:
+            CaptureRefused: the capture did not begin on this stream (it goes on), or another stream took part
+                and was not joined back (it is dropped, as in CUDA).
+        """
+        capture = self._capture_of(stream, "end_capture")
+        unjoined = capture.unjoined_streams()
+        if unjoined:
+            self._drop(capture)
+            raise CaptureRefused(
+                "end_capture",
+                expected="every stream of the capture joined back to the first",
+                got=f"work of {', '.join(o.label for o in unjoined)} that {capture.origin.label} does not wait for",
+                remedy="record an event there and wait for it on the first stream; capture again",
+                clause="C15.1",
+            )
+        graph = CpuGraph(self._context, capture)
+        self._drop(capture)
+        return graph
+
+    def abort_capture(self, stream: Stream) -> None:
+        """Stop recording and drop what was recorded."""
+        self._drop(self._capture_of(stream, "abort_capture"))
+
+    def _capture_of(self, stream: Stream, what: str) -> Capture:
+        self._context.check_usable()
+        own = own_stream(self._context, stream, what)
+        if self._capture is None or self._capture.origin is not own:
+            raise CaptureRefused(
+                what,
+                expected="the stream on which the capture began",
+                got="no capture" if self._capture is None else own.label,
+                remedy="call it once per begin_capture, on the same stream",
+                clause="C15.1",
+            )
+        return self._capture
+
+    def _drop(self, capture: Capture) -> None:
+        self._capture = None
+        self._context.capturing_on = ""
+        capture.close()
+
+    # -- end -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release the OS threads; arrays stay readable.  Closing twice is legal.
+
+        Raises:
+            DeviceFault: a canary was overwritten; the device is closed nevertheless.
+        """
+        if self._context.close():
+            self._capture = None
+            self._context.raise_overwritten(self._context.memory.check())
+
+    def _own_array(self, array: object, what: str) -> None:
+        if not isinstance(array, np.ndarray) or self._context.memory.owner(array) is None:
+            raise MisuseError(
+                what,
+                expected="an array of this device",
+                got=_shape_text(array),
+                remedy="allocate it with device.empty, zeros or pinned",
+                clause="C15.1",
+            )
+
+
+def _require(holds: bool, what: str, expected: str, got: object) -> None:
+    if not holds:
+        raise MisuseError(f"{what} of the cpu device", expected=expected, got=got, remedy="correct it", clause="C14.4")
+
+
+def _copy_refusal(expected: str, got: str) -> MisuseError:
+    return MisuseError(
+        "copy",
+        expected=expected,
+        got=got,
+        remedy="pass equal, contiguous arrays of which one is the device's",
+        clause="C14.4",
+    )
+
+
+def _shape_text(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{type(value).__name__} {value.dtype} {value.shape} strides {value.strides}"
+    return f"{type(value).__name__} {value!r}"

@@ -1,0 +1,71 @@
+"""Captured graphs of the cpu device.
+
+Replay walks segments: a run of kernels and copies is one C call over bytes packed at the end of the capture, a
+`call` node is one Python call.  Memory is read at the recorded addresses; the graph holds the arrays, so the
+addresses stay theirs (C15.1).
+
+Read next: `calls.py`.
+"""
+
+from __future__ import annotations
+
+from pagedkv.devices.cpu_context import CpuContext
+from pagedkv.devices.cpu_operations import CallOperation, NativeOperation, PackedRun
+from pagedkv.devices.cpu_streams import Capture, own_stream
+from pagedkv.devices.protocol import NodeRecord, Stream
+from pagedkv.errors import CaptureRefused
+
+
+class CpuGraph:
+    """Recorded work with frozen arguments.  Made by `CpuDevice.end_capture`."""
+
+    def __init__(self, context: CpuContext, capture: Capture) -> None:
+        self._context = context
+        self.nodes: tuple[NodeRecord, ...] = tuple(
+            operation.record(dependencies)
+            for operation, dependencies in zip(capture.operations, capture.dependencies, strict=True)
+        )
+        segments: list[PackedRun | CallOperation] = []
+        native: list[NativeOperation] = []
+        for operation in capture.operations:
+            if not isinstance(operation, CallOperation):
+                native.append(operation)
+                continue
+            if native:
+                segments.append(PackedRun(native))
+                native = []
+            segments.append(operation)
+        if native:
+            segments.append(PackedRun(native))
+        self._segments = tuple(segments)
+
+    def launch(self, stream: Stream) -> None:
+        """Run all nodes; one driver call.
+
+        Raises:
+            CaptureRefused: the stream is capturing.
+            DeviceFault: a kernel failed; later nodes did not run.
+        """
+        self._check(stream, "graph.launch")
+        if stream.is_capturing:
+            raise CaptureRefused(
+                "graph.launch",
+                expected="a stream that is not capturing",
+                got="a capturing one",
+                remedy="end the capture first; graphs do not nest",
+                clause="C15.1",
+            )
+        self._context.driver_calls += 1
+        executor = self._context.executor
+        for segment in self._segments:
+            segment.run(executor)
+
+    def upload(self, stream: Stream) -> None:
+        """Do nothing but count: a graph of this device is where it runs."""
+        self._check(stream, "graph.upload")
+        self._context.driver_calls += 1
+
+    def _check(self, stream: Stream, what: str) -> None:
+        self._context.check_usable()
+        self._context.raise_violations()
+        own_stream(self._context, stream, what)

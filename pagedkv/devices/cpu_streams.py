@@ -1,0 +1,196 @@
+"""Streams and events of the cpu device, and the capture that joins them.
+
+Every submission is an operation handed to `CpuStream.submit`.  In eager mode it runs there and then.  While
+a capture is on, a stream that takes part in it records instead:
+
+    origin stream      begin ──k1──record(e)──────────wait(f)──k3── end
+                                      │                  │
+    another stream                 wait(e)──k2──record(f)┘           joined by e, joined back by f
+
+A node depends on the last node of its stream and on what its stream waited for; the capture is whole only when
+everything recorded lies before the end of the origin stream.  Clauses: C12, C15.1.
+
+Read next: `cpu_graph.py`.
+"""
+
+from __future__ import annotations
+
+from pagedkv.devices.cpu_context import CpuContext
+from pagedkv.devices.cpu_operations import NodeOperation
+from pagedkv.devices.protocol import Device, Event, Stream
+from pagedkv.errors import CaptureRefused, MisuseError
+
+
+class Capture:
+    """Recorded operations with their dependencies.
+
+    Attributes:
+        origin: the stream it began on.
+        operations: in submission order.
+        dependencies: per operation, indices of earlier ones.
+        streams: streams that take part; a stream leaves at the end.
+    """
+
+    def __init__(self, origin: CpuStream) -> None:
+        self.origin = origin
+        self.operations: list[NodeOperation] = []
+        self.dependencies: list[tuple[int, ...]] = []
+        self.streams: list[CpuStream] = [origin]
+        self.is_open = True
+
+    def add(self, operation: NodeOperation, after: set[int]) -> int:
+        """Record one operation and give its index."""
+        self.operations.append(operation)
+        self.dependencies.append(tuple(sorted(after)))
+        return len(self.operations) - 1
+
+    def unjoined_streams(self) -> list[CpuStream]:
+        """Give the streams whose work the origin stream does not wait for."""
+        reached: set[int] = set()
+        pending = list(self.origin.tail)
+        while pending:
+            node = pending.pop()
+            if node not in reached:
+                reached.add(node)
+                pending.extend(self.dependencies[node])
+        return [stream for stream in self.streams if not stream.tail <= reached]
+
+    def close(self) -> None:
+        """Let the streams go; recorded events stay unusable outside."""
+        self.is_open = False
+        for stream in self.streams:
+            stream.leave_capture()
+
+
+class CpuEvent:
+    """A point in a stream's work.  Made by `CpuDevice.event`."""
+
+    def __init__(self, context: CpuContext) -> None:
+        self.context = context
+        # Set when recorded on a capturing stream: the capture, and the nodes the event stands for.
+        self.capture: Capture | None = None
+        self.nodes: frozenset[int] = frozenset()
+
+    def synchronize(self) -> None:
+        """Wait until the recorded point has passed."""
+        self._look("event.synchronize")
+
+    def query(self) -> bool:
+        """Has the recorded point passed?  In eager mode it always has."""
+        self._look("event.query")
+        return True
+
+    def _look(self, what: str) -> None:
+        self.context.check_usable()
+        self.context.refuse_in_capture(what)
+        if self.capture is not None:
+            raise _captured_event(what)
+        self.context.driver_calls += 1
+
+
+class CpuStream:
+    """A queue of operations; in eager mode it is always empty.  Made by `CpuDevice.stream`."""
+
+    def __init__(self, context: CpuContext, device: Device, label: str) -> None:
+        self.context = context
+        self._device = device
+        self.label = label
+        self.capture: Capture | None = None
+        self.tail: set[int] = set()  # nodes that the next recorded operation depends on
+
+    def __repr__(self) -> str:
+        return f"<{self.label} of the cpu device>"
+
+    @property
+    def device(self) -> Device:
+        """The device that made the stream."""
+        return self._device
+
+    @property
+    def is_capturing(self) -> bool:
+        """Are submissions recorded instead of run?"""
+        return self.capture is not None
+
+    def submit(self, operation: NodeOperation) -> None:
+        """Run or record one operation."""
+        if self.capture is None:
+            operation.run(self.context.executor)
+        else:
+            self.tail = {self.capture.add(operation, self.tail)}
+
+    def synchronize(self) -> None:
+        """Wait until everything submitted has run."""
+        self.context.check_usable()
+        self.context.refuse_in_capture("stream.synchronize")
+        self.context.driver_calls += 1
+        self.context.raise_violations()
+
+    def record(self, event: Event) -> None:
+        """Let `event` stand for everything submitted to this stream so far."""
+        self.context.check_usable()
+        own = self._own(event, "stream.record")
+        self.context.driver_calls += 1
+        own.capture = self.capture
+        own.nodes = frozenset(self.tail) if self.capture else frozenset()
+
+    def wait(self, event: Event) -> None:
+        """Let later submissions run only after what `event` stands for; may join this stream to a capture."""
+        self.context.check_usable()
+        own = self._own(event, "stream.wait")
+        if own.capture is None:
+            if self.capture is not None:
+                raise CaptureRefused(
+                    f"wait on {self.label}",
+                    expected="an event recorded in the same capture",
+                    got="an event recorded outside of it",
+                    remedy="wait before begin_capture, or record the event on a stream that takes part",
+                    clause="C15.1",
+                )
+            self.context.driver_calls += 1
+            return
+        if not own.capture.is_open or (self.capture is not None and self.capture is not own.capture):
+            raise _captured_event("stream.wait")
+        self.context.driver_calls += 1
+        if self.capture is None:
+            self.capture = own.capture
+            self.capture.streams.append(self)
+        self.tail |= own.nodes
+
+    def leave_capture(self) -> None:
+        """Forget the capture; called by it when it closes."""
+        self.capture = None
+        self.tail = set()
+
+    def _own(self, event: Event, what: str) -> CpuEvent:
+        if not isinstance(event, CpuEvent) or event.context is not self.context:
+            raise MisuseError(
+                what,
+                expected="an event of this device",
+                got=type(event).__name__,
+                remedy="make it with device.event()",
+                clause="C14.4",
+            )
+        return event
+
+
+def own_stream(context: CpuContext, stream: Stream, what: str) -> CpuStream:
+    """Give the stream as one of this context, or refuse it."""
+    if type(stream) is CpuStream and stream.context is context:
+        return stream
+    raise MisuseError(
+        what,
+        expected="a stream of this device",
+        got="a stream of another device" if isinstance(stream, CpuStream) else type(stream).__name__,
+        remedy="make it with device.stream()",
+        clause="C14.4",
+    )
+
+
+def _captured_event(what: str) -> CaptureRefused:
+    return CaptureRefused(
+        what,
+        expected="an event recorded outside of a capture, or in the same open one",
+        got="an event recorded in another capture",
+        remedy="record it again",
+        clause="C15.1",
+    )

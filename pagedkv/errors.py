@@ -1,0 +1,97 @@
+"""The exception tree: every way in which the library says no.
+
+A refusal names what was refused, what was expected, what was got, what to do, and the clause that
+decides it; the same facts are attributes, so a caller never parses text.  State is unchanged after
+every refusal.  Scarcity inside a step is an answer (a value), never an exception (C10.9, C16.17).
+
+    PagedKVError
+      MisuseError (also ValueError)     a rule was broken by the caller
+        ConfigError                     a configuration that cannot be honoured (construction)
+        EntitlementExceeded             a mapping beyond what the space is guaranteed (C9.3)
+        UnitInFlight                    the row is frozen by a unit that has not completed (C12.2)
+        CaptureRefused                  an operation that stream capture forbids
+      StaleHandle                       a handle that outlived what it named (C6.1)
+      CapacityError                     scarcity while a store is built
+      ActivationRefused                 scarcity at `activate`; carries the Refusal (C10.9)
+      DeviceFault                       a kernel failed: kernel, block and thread
+      StoreLatched                      the store stopped after a device error (C12.4)
+      MissingRequirement                a compiler, driver, package or model is not there
+
+Read next: `quantities.py`.
+"""
+
+from __future__ import annotations
+
+
+class PagedKVError(Exception):
+    """Base of every error raised by pagedkv.
+
+    Args:
+        refused: what was refused, with names as the caller knows them.
+        expected: what would have been accepted.
+        got: what was given or found.
+        remedy: what to do about it.
+        clause: the clause that decides, for example ``"C9.3"`` or ``"codecs 4"``.
+        fields: further numbers of the refusal; each becomes an attribute.
+    """
+
+    def __init__(
+        self, refused: str, *, expected: object, got: object, remedy: str, clause: str, **fields: object
+    ) -> None:
+        super().__init__(f"{refused} was refused: expected {expected}, got {got}; {remedy}. ({clause})")
+        self.refused = refused
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        self.clause = clause
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> object:
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(name)
+
+
+class MisuseError(PagedKVError, ValueError):
+    """A rule was broken by the caller; nothing changed."""
+
+
+class ConfigError(MisuseError):
+    """A configuration that cannot be honoured."""
+
+
+class EntitlementExceeded(MisuseError):
+    """A mapping that needs more pages than the space's entitlement (C9.3)."""
+
+
+class UnitInFlight(MisuseError):
+    """The row is selected by a unit that has not completed (C12.2)."""
+
+
+class CaptureRefused(MisuseError):
+    """An operation that stream capture forbids."""
+
+
+class StaleHandle(PagedKVError):
+    """A handle whose generation is no longer current (C6.1)."""
+
+
+class CapacityError(PagedKVError):
+    """Not enough memory or pages to build what was asked for."""
+
+
+class ActivationRefused(PagedKVError):
+    """`activate` could not be honoured now; `refusal` carries the numbers (C10.9)."""
+
+
+class DeviceFault(PagedKVError):
+    """A kernel failed on the device; fields `kernel`, `block` and `thread` say where."""
+
+
+class StoreLatched(PagedKVError):
+    """The store stopped after a device error; only closing and evidence remain (C12.4)."""
+
+
+class MissingRequirement(PagedKVError):
+    """Something outside the library is needed: what, and how to get it."""

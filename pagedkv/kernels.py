@@ -1,0 +1,57 @@
+"""Which compiled modules serve a (profile, head_dim), and the set that ships.  (C4.1, C4.5)
+
+    module            sources                          constants                kernels
+    bf16_d64, ...     append.cu, causal_attention.cu   PK_PROFILE, PK_HEAD_DIM  append_rows, append_prefix,
+                                                                                encode_unrotated,
+                                                                                causal_attention_{decode,merge,prefill}
+    page_moves        page_moves.cu                    -                        zero_pages, bf16_from_f32, f32_from_bf16
+
+Everything else (group size, page order, strides, counts) is a run-time argument, so that one module serves every
+geometry of a profile.  A shape outside the shipped set compiles on demand.
+
+Read next: `ops.py`; the kernels themselves start at `cuda_src/page_address.cuh`.
+"""
+
+from __future__ import annotations
+
+from pagedkv.devices.protocol import ModuleSpec
+from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES, Profile, check_head_dim, resolve_profile
+
+PROFILE_NUMBERS: dict[str, int] = {"bf16": 0, "int8-g64": 1, "fp8-e4m3-row": 2, "nvfp4-g16": 3, "k8v4": 4}
+"""PK_PROFILE in `cuda_src/codec.cuh`."""
+
+SHIPPED_HEAD_DIMS_BF16: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
+
+assert PROFILE_NUMBERS.keys() == PROFILES.keys(), "every profile has kernels (C4.1)"
+
+
+def attention_module(profile: str | Profile, head_dim: int) -> ModuleSpec:
+    """Return the module with append and causal attention of one (profile, head_dim).
+
+    Raises:
+        ConfigError: unknown profile, or a head_dim that it does not support (C4.5).
+    """
+    resolved = resolve_profile(profile)
+    check_head_dim(resolved, head_dim)
+    return ModuleSpec(
+        name=f"{resolved.name}_d{head_dim}",
+        sources=("append.cu", "causal_attention.cu"),
+        defines=(("PK_PROFILE", str(PROFILE_NUMBERS[resolved.name])), ("PK_HEAD_DIM", str(head_dim))),
+    )
+
+
+def page_moves_module() -> ModuleSpec:
+    """Return the module of kernels that know no profile."""
+    return ModuleSpec(name="page_moves", sources=("page_moves.cu",), defines=())
+
+
+def shipped_modules() -> tuple[ModuleSpec, ...]:
+    """Return the modules that are checked on every architecture: D 64, 128, 256 everywhere, more for bf16."""
+    return (
+        *(
+            attention_module(profile, head_dim)
+            for profile in PROFILES.values()
+            for head_dim in (HEAD_DIMS_QUANTIZED if profile.is_quantized else SHIPPED_HEAD_DIMS_BF16)
+        ),
+        page_moves_module(),
+    )

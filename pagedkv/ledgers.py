@@ -1,0 +1,287 @@
+"""StoreLedgers: every ledger of one store, and the operations that combine them.
+
+This is the store without a device: it decides, and returns what is to be done (table slices to
+publish).  Everything here is plain Python and NumPy, so every rule of C5 to C13 is tested in
+milliseconds.  `store.py` executes what stands in the answers.
+
+Read next: `store.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.address_space import HOLD, AddressSpaces, Tokens
+from pagedkv.block_tables import BlockTable, TableSlices
+from pagedkv.config import StoreConfig
+from pagedkv.errors import MisuseError
+from pagedkv.logical_pages import LogicalPages
+from pagedkv.pool import PagePool
+from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence, Sequences
+from pagedkv.unit_guard import EntryColumns, SubmittedUnit, UnitGuard, rows_mask_of
+
+Columns = int | SequenceOf[int] | npt.NDArray[np.int32]
+"""Columns of each batch entry: one number for all, or one per entry."""
+
+PoolSlices = dict[str, TableSlices]
+
+
+@dataclass(eq=False)
+class Batch:
+    """Sequences selected together, in batch order; made by `Store.batch`.
+
+    `stamp` is the activation stamp at which the handles were last found current.  `uniform` keeps the
+    counts of every number of columns that all entries wrote together, prebuilt at first use: a steady
+    step then spreads nothing over rows.
+    """
+
+    sequences: tuple[Sequence, ...]
+    rows: npt.NDArray[np.int64]
+    rows_mask: int
+    stamp: int
+    uniform: dict[int, EntryColumns] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+class StoreLedgers:
+    """Pools, logical pages, tables, address spaces, sequences and the unit guard of one store."""
+
+    def __init__(self, config: StoreConfig, store_id: int = 0) -> None:
+        self.config = config
+        self.spaces: dict[str, AddressSpaces] = {
+            pool.name: AddressSpaces(
+                PagePool(pool.name, pool.pages), LogicalPages(pool.pages),
+                BlockTable(rows=config.max_concurrency, blocks=config.blocks), max_context=config.max_context,
+            )
+            for pool in config.pools
+        }
+        self.sequences = Sequences(config, tuple(self.spaces.values()), store_id)
+        self.guard = UnitGuard()
+        self._aborting: dict[int, Sequence] = {}
+
+    # ---- activation -------------------------------------------------------------------------------
+
+    def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
+        """Return the ActivationPlan or the Refusal of a target; no side effects.  (C10.9)"""
+        return self.sequences.explain(target)
+
+    def try_activate(self, target: ActivationTarget) -> Sequence | Refusal:
+        """Activate from nothing, or return why not; then nothing changed.  (C10.2, C10.9)"""
+        return self.sequences.try_activate(target)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Release everything the sequence holds.  (C9.8)
+
+        Raises:
+            StaleHandle: the sequence has ended.
+            UnitInFlight: a unit in flight selects it (C12.2).
+        """
+        self.sequences.require_current(sequence)
+        self.guard.require_thawed(1 << sequence.row, "finish")
+        self.sequences.finish(sequence)
+
+    def abort(self, sequence: Sequence) -> bool:
+        """End the sequence now, or at its boundary when a unit in flight selects it.  (C12.4)
+
+        Returns:
+            True when it has ended, False when it ends with the unit.
+        """
+        self.sequences.require_current(sequence)
+        if self.guard.rows_in_flight >> sequence.row & 1:
+            self._aborting[sequence.row] = sequence
+            return False
+        self.sequences.finish(sequence)
+        return True
+
+    def batch(self, sequences: SequenceOf[Sequence]) -> Batch:
+        """Select sequences, in batch order.  (C11.3)
+
+        Raises:
+            StaleHandle: one of them has ended.
+            MisuseError: the batch is empty or names a sequence twice.
+        """
+        for sequence in sequences:
+            self.sequences.require_current(sequence)
+        rows = np.array([sequence.row for sequence in sequences], np.int64)
+        mask = rows_mask_of(rows)
+        if not len(sequences) or mask.bit_count() != len(sequences):
+            raise MisuseError("a batch", expected="at least one sequence, each once", got=list(sequences),
+                              remedy="select distinct sequences", clause="C14.4")
+        return Batch(tuple(sequences), rows, mask, self.sequences.stamp)
+
+    # ---- units ------------------------------------------------------------------------------------
+
+    def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[SubmittedUnit, PoolSlices]:
+        """Map what a unit may write in each named pool, and freeze its rows.  (C9.4, C12.1)
+
+        Returns:
+            The unit and, for each pool in which a row crossed a page, the slices to publish first.
+
+        Raises:
+            UnitInFlight: a row is selected by another unit.
+            MisuseError: columns of a wrong count or sign, or a position at or beyond S (C11.2).
+            EntitlementExceeded: a row needs more pages than its entitlement; nothing changed in any pool.
+        """
+        self._require_batch(batch)
+        self.guard.require_thawed(batch.rows_mask, "a unit")
+        if not columns:
+            raise MisuseError("a unit that writes nothing", expected="columns for at least one pool", got="none",
+                              remedy="name the pools the unit writes", clause="C9.4")
+        written = {
+            pool: self._entry_columns(batch, f"columns of a unit in pool {pool}", self._pool(pool), wanted)
+            for pool, wanted in columns.items()
+        }
+        ends = {}
+        for pool, entry in written.items():
+            spaces = self.spaces[pool]
+            ends[pool] = pool_ends = spaces.frontier + entry.span
+            if spaces.exceeds_ceiling(pool_ends):
+                self._require_positions(batch, pool, entry)
+                spaces.require_entitled(pool_ends)
+        slices: PoolSlices = {}
+        for pool, pool_ends in ends.items():
+            pool_slices = self.spaces[pool].ensure_mapped_to_tokens(pool_ends)
+            if pool_slices is not None:
+                slices[pool] = pool_slices
+        first_positions = {pool: self.spaces[pool].frontier[batch.rows] for pool in written}
+        return self.guard.begin(name, batch.rows, batch.rows_mask, written, first_positions), slices
+
+    def commit_unit(self, unit: SubmittedUnit, accepted: Mapping[str, Columns] | None = None) -> None:
+        """Advance committed frontiers by accepted columns, pool by pool, and thaw the rows.  (C9.5, C13.1)
+
+        A pool that is not named keeps its frontier; None accepts every column of every pool.
+
+        Raises:
+            MisuseError: the unit has ended, or a count is negative or above what the unit wrote; nothing changed.
+        """
+        self.guard.require_open(unit, "commit")
+        spans = (
+            {pool: entry.span for pool, entry in unit.written.items()} if accepted is None
+            else {pool: self._accepted_span(unit, pool, wanted) for pool, wanted in accepted.items()}
+        )
+        if len(spans) > 1:
+            for pool, span in spans.items():
+                self.spaces[pool].require_commit(span)
+        for pool, span in spans.items():
+            self.spaces[pool].commit(span)
+        self._end(unit)
+
+    def fail_unit(self, unit: SubmittedUnit) -> None:
+        """End a unit without a commit: what it wrote stays invisible.  (C9.5)"""
+        self.guard.require_open(unit, "fail")
+        self._end(unit)
+
+    # ---- between units ----------------------------------------------------------------------------
+
+    def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str) -> PoolSlices:
+        """Map positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)"""
+        self.sequences.require_current(sequence)
+        spaces = self._pool(pool)
+        if type(tokens) is not int or not 0 <= tokens <= self.config.max_context:
+            raise MisuseError(f"mapping row {sequence.row} of pool {pool}",
+                              expected=f"0 to max_context = {self.config.max_context} tokens", got=repr(tokens),
+                              remedy="positions at or beyond max_context are inert", clause="C11.2")
+        slices = spaces.ensure_mapped_to_tokens(spaces.spread(np.array([sequence.row]), np.array([tokens], np.int32)))
+        return {} if slices is None else {pool: slices}
+
+    def trim(self, batch: Batch, pool: str, provisional: Columns = 0) -> int:
+        """Return trailing pages beyond max(committed, committed + provisional) to their reservation.  (C9.6)
+
+        Returns:
+            How many pages were trimmed.
+        """
+        self._require_batch(batch)
+        spaces = self._pool(pool)
+        self.guard.require_thawed(batch.rows_mask, "trim", pool)
+        columns = self._counts("provisional columns", len(batch), provisional)
+        keep = np.full(self.config.max_concurrency, HOLD, np.int32)
+        # The sum may pass 2^31 - 64, and trim rounds it up to a page: it is held below in 64-bit.
+        keep[batch.rows] = np.minimum(spaces.frontier[batch.rows].astype(np.int64) + columns, HOLD)
+        return spaces.trim(keep)
+
+    def truncate(self, sequence: Sequence, tokens: int, pool: str) -> None:
+        """Lower the committed frontier of one pool, then trim.  (C9.10)"""
+        self.sequences.require_current(sequence)
+        spaces = self._pool(pool)
+        self.guard.require_thawed(1 << sequence.row, "truncate", pool)
+        if type(tokens) is not int:
+            raise MisuseError(f"truncate of row {sequence.row}", expected="an integer number of tokens",
+                              got=repr(tokens), remedy="pass a token count", clause="C9.10")
+        spaces.truncate(sequence.row, tokens)
+
+    # ---- helpers ----------------------------------------------------------------------------------
+
+    def _end(self, unit: SubmittedUnit) -> None:
+        self.guard.end(unit)
+        for row in unit.rows.tolist() if self._aborting else ():
+            sequence = self._aborting.pop(row, None)
+            if sequence is not None:
+                self.sequences.finish(sequence)
+
+    def _require_batch(self, batch: Batch) -> None:
+        if batch.stamp != self.sequences.stamp:
+            for sequence in batch.sequences:
+                self.sequences.require_current(sequence)
+            batch.stamp = self.sequences.stamp
+
+    def _pool(self, pool: str) -> AddressSpaces:
+        spaces = self.spaces.get(pool)
+        if spaces is None:
+            raise MisuseError(f"pool {pool!r}", expected=f"one of {list(self.spaces)}", got=repr(pool),
+                              remedy="name an enabled pool", clause="C3.3")
+        return spaces
+
+    def _counts(self, what: str, entries: int, wanted: Columns) -> npt.NDArray[np.int32]:
+        counts = np.asarray(wanted)
+        if counts.dtype.kind not in "iu" or counts.shape not in ((), (entries,)) or (counts < 0).any():
+            raise MisuseError(what, expected=f"a non-negative integer, or {entries} of them", got=repr(wanted),
+                              remedy="pass one count per batch entry", clause="C14.4")
+        if (counts >= HOLD).any():  # a frontier and a count add up below 2^31
+            raise MisuseError(what, expected=f"fewer than {int(HOLD)} columns", got=repr(wanted),
+                              remedy="pass one count per batch entry", clause="C14.4")
+        return np.broadcast_to(counts, (entries,)).astype(np.int32)
+
+    def _entry_columns(self, batch: Batch, what: str, spaces: AddressSpaces, wanted: Columns) -> EntryColumns:
+        """Return the counts of batch entries, (B,) and spread over all rows; kept for one number for all."""
+        if type(wanted) is int:
+            known = batch.uniform.get(wanted)
+            if known is not None:
+                return known
+        counts = self._counts(what, len(batch), wanted)
+        entry = EntryColumns(counts, spaces.spread(batch.rows, counts))
+        if type(wanted) is int:
+            batch.uniform[wanted] = entry
+        return entry
+
+    def _accepted_span(self, unit: SubmittedUnit, pool: str, wanted: Columns) -> Tokens:
+        if pool not in unit.written:
+            raise MisuseError(f"a commit to pool {pool}", expected=f"one of {sorted(unit.written)}", got=pool,
+                              remedy="commit only pools that the unit wrote", clause="C9.9")
+        counts = self._counts(f"accepted columns of {unit.label}", len(unit.rows), wanted)
+        limits = unit.written[pool].counts
+        if (counts > limits).any():
+            raise MisuseError(f"accepted columns of {unit.label}", expected=f"at most {limits.tolist()}",
+                              got=counts.tolist(), remedy="accept at most what the unit wrote", clause="C9.5")
+        return self.spaces[pool].spread(unit.rows, counts)
+
+    def _require_positions(self, batch: Batch, pool: str, entry: EntryColumns) -> None:
+        """Refuse a unit that writes at or beyond max_context.  (C11.2)"""
+        first = self.spaces[pool].frontier[batch.rows].astype(np.int64)
+        beyond = np.flatnonzero(first + entry.counts > self.config.max_context)
+        if beyond.size:
+            index = int(beyond[0])
+            count, position = int(entry.counts[index]), int(first[index])
+            raise MisuseError(
+                f"a unit that writes up to position {position + count - 1} of row {int(batch.rows[index])} "
+                f"in pool {pool}",
+                expected=f"positions below max_context = {self.config.max_context}",
+                got=f"{count} columns from position {position} on",
+                remedy="make columns at or beyond max_context inert before the launch", clause="C11.2",
+            )

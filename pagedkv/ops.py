@@ -1,0 +1,449 @@
+"""The ops: checked launches of the kernels on one explicit stream.  (C14.2, C14.4)
+
+    append, append_prefix                     write K and V rows through the codec
+    causal_attention, causal_attention_cached append then attend; attend only
+    zero_pages                                clear whole page groups
+    bf16_from_f32, f32_from_bf16              conversions (NumPy and CuPy have no BF16)
+    encode_unrotated                          codec edges, for tests (codecs 6)
+
+Every op allocates nothing, synchronizes nothing and takes its stream.  Everything is checked before the first launch: a
+refusal changes nothing.  Arrays are device arrays in NumPy order, C-contiguous; BF16 is uint16 bits:
+
+    q, out (B, W, Hq, D)   k, v (B, W, Hkv, D)   first_positions, valid_columns, counts, table_rows (B,) int32
+    lse (B, W, Hq) float32   workspace uint8, at least `workspace_bytes`
+
+What cannot be checked without reading the device stays with the caller: mapped blocks, distinct table rows, positions
+below max_context, -1 rows only where no column is live (C14.2, C14.4).
+
+Read next: `cuda_src/append.cu`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from pagedkv.devices.protocol import Array, Device, Kernel, Stream
+from pagedkv.errors import MisuseError
+from pagedkv.kernels import attention_module, page_moves_module
+from pagedkv.planes import PlaneGeometry
+from pagedkv.profiles import QUERY_GROUP_MAX, Profile, plane_schema, resolve_profile
+from pagedkv.quantities import CONTEXT_TOKENS_MAX, PAGE_TOKENS, ROW_ALIGN_BYTES, ceil_div
+from pagedkv.views import PagedKVBatchLayerView, check_aligned, check_array, check_disjoint, describe
+
+Route = Literal["decode", "prefill"]
+ROUTES: tuple[Route, ...] = ("decode", "prefill")
+DECODE_WIDTH_MAX = 16
+GRID_AXIS_MAX = 65_535
+QUERY_ROWS_MAX = 1 << 30
+"""Query rows are int32 on the device, tiles included."""
+
+# The fixed order of attention's partial results; the same numbers stand in cuda_src/softmax.cuh and
+# cuda_src/causal_attention.cu, and a test compares them.
+SHORT_GROUP_TOKENS = 512
+LONG_GROUP_TOKENS = 2048
+SHORT_GROUPS_END_TOKENS = 4096
+TILE_ROWS = 8
+ATTENTION_THREADS = 128
+APPEND_THREADS = 64
+WARP_LANES = 32
+LANE_DIMS = 16
+LANE_DIMS_BF16 = 8
+MOVE_THREADS = 256
+ZERO_THREADS = 128
+
+
+def key_groups(context_tokens: int) -> int:
+    """Return how many key groups hold positions [0, context_tokens): 512 -> 1, 513 -> 2, 4097 -> 9.  (C14.6)"""
+    short = ceil_div(min(context_tokens, SHORT_GROUPS_END_TOKENS), SHORT_GROUP_TOKENS)
+    return short + ceil_div(max(context_tokens - SHORT_GROUPS_END_TOKENS, 0), LONG_GROUP_TOKENS)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What sizes an attention launch and its workspace: values only.  (C14.4)
+
+    Raises:
+        MisuseError: a number out of range, W beyond 16 for decode, B other than 1 for prefill, or a group size that no
+            kernel serves.
+    """
+
+    route: Route
+    batch: int
+    width: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    max_context: int
+
+    def __post_init__(self) -> None:
+        if self.route not in ROUTES:
+            raise MisuseError("the route", expected="'decode' or 'prefill'", got=repr(self.route),
+                              remedy="name the unit's route; it is never chosen from W", clause="C14.6")
+        width_max = DECODE_WIDTH_MAX if self.route == "decode" else CONTEXT_TOKENS_MAX
+        batch_max = GRID_AXIS_MAX if self.route == "decode" else 1
+        for what, value, high in (
+            ("B", self.batch, batch_max), ("W", self.width, width_max), ("Hq", self.query_heads, 65_536),
+            ("Hkv", self.kv_heads, 4096), ("D", self.head_dim, 256),
+            ("max_context", self.max_context, CONTEXT_TOKENS_MAX),
+        ):
+            if type(value) is not int or not 1 <= value <= high:
+                raise MisuseError(f"{what} of route {self.route}", expected=f"an integer from 1 to {high}",
+                                  got=repr(value), remedy="split the call, or name the other route", clause="C14.4")
+        if self.query_heads % self.kv_heads or self.query_heads // self.kv_heads > QUERY_GROUP_MAX:
+            raise MisuseError(
+                "the head geometry", expected=f"query heads = KV heads times 1 to {QUERY_GROUP_MAX}",
+                got=f"{self.query_heads} query heads over {self.kv_heads} KV heads",
+                remedy="use a supported group size", clause="C4.5",
+            )
+        if self.width * (self.query_heads // self.kv_heads) > QUERY_ROWS_MAX:
+            raise MisuseError(
+                "W of route prefill", expected=f"at most {QUERY_ROWS_MAX} query rows of one KV head",
+                got=f"{self.width} columns of {self.query_heads // self.kv_heads} rows", remedy="prefill in chunks",
+                clause="C14.4",
+            )
+
+    @property
+    def groups(self) -> int:
+        """Key groups of max_context: as many partial results a query row may have."""
+        return key_groups(self.max_context)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of query rows of one (batch entry, KV head)."""
+        return ceil_div(self.width * (self.query_heads // self.kv_heads), TILE_ROWS)
+
+
+def workspace_bytes(shape: AttentionShape) -> int:
+    """Return the bytes of workspace that one attention call needs; monotone in every number of the shape.  (C14.4)
+
+    decode: (m, l, O[D]) in FP32 for every query row and key group, and nothing while one key group covers
+    max_context; prefill: nothing.
+    """
+    if shape.route == "prefill" or shape.groups == 1:
+        return 0
+    return shape.batch * shape.width * shape.query_heads * shape.groups * (shape.head_dim + 2) * 4
+
+
+class Ops:
+    """The kernels' wrappers on one device; modules load at first use, or all at once by `prepare`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kernels: dict[tuple[str, int], dict[str, Kernel]] = {}
+
+    def prepare(self, profile: str | Profile, head_dim: int) -> None:
+        """Compile and load every kernel of one (profile, head_dim), so that a capture need not.
+
+        Raises:
+            ConfigError: a profile or head_dim outside C4.5.
+        """
+        self._attention_kernels(resolve_profile(profile), head_dim)
+        self._page_moves()
+
+    # ---- append ----------------------------------------------------------------------------------------------------
+
+    def append(
+        self, view: PagedKVBatchLayerView, k: Array, v: Array, first_positions: Array, table_rows: Array, *,
+        valid_columns: Array | None = None, stream: Stream,
+    ) -> None:
+        """Write column j of row b at position first_positions[b] + j, through the view's codec.  (C14.4, C4.4)
+
+        Launches: 1.  Columns at or beyond valid_columns[b] are neither read nor written.
+
+        Raises:
+            MisuseError: an array of another dtype, shape or layout, or arrays that overlap.
+        """
+        self._check_append(view, k, v, first_positions, table_rows, valid_columns, "valid_columns")
+        self._launch_append("append_rows", view, k, v, first_positions, table_rows, valid_columns, stream)
+
+    def append_prefix(
+        self, view: PagedKVBatchLayerView, k: Array, v: Array, first_positions: Array, counts: Array,
+        table_rows: Array, *, stream: Stream,
+    ) -> None:
+        """Write the first counts[b] columns of each row; no byte of the rejected tail is read or changed.  (C14.4)
+
+        Launches: 1.  counts: (B,) int32 on the device, 0 <= counts[b] <= W.
+
+        Raises:
+            MisuseError: an array of another dtype, shape or layout, or arrays that overlap.
+        """
+        self._check_append(view, k, v, first_positions, table_rows, counts, "counts")
+        self._launch_append("append_prefix", view, k, v, first_positions, table_rows, counts, stream)
+
+    # ---- attention -------------------------------------------------------------------------------------------------
+
+    def causal_attention(
+        self, view: PagedKVBatchLayerView, q: Array, k: Array, v: Array, out: Array, first_positions: Array,
+        table_rows: Array, *, route: Route, valid_columns: Array | None = None, scale: float | None = None,
+        lse: Array | None = None, workspace: Array | None, stream: Stream,
+    ) -> None:
+        """Append k and v, then let query column j of row b, at position p, see [0, p].  (C14.4)
+
+        Launches: 2, or 3 where decode spans several key groups.  Inert columns write nothing to the cache and give
+        exact +0 (lse -infinity).  `out` is overwritten completely.
+
+        Args:
+            route: "decode" (any B, W 1 to 16) or "prefill" (B = 1, any W); named by the unit, never inferred.
+            scale: multiplies dot(q, k); None is D ** -0.5.
+            lse: receives the natural logarithm of the softmax denominator, to about 1e-6.
+            workspace: `workspace_bytes` of the call's AttentionShape; None where that is 0.
+
+        Raises:
+            MisuseError: an array of another dtype, shape or layout, arrays that overlap, a workspace that is too small,
+                W or B outside the route, or a scale that is not finite.
+        """
+        shape, factor = self._check_attention(view, q, out, first_positions, table_rows, route, valid_columns, scale,
+                                              lse, workspace, (("k", k), ("v", v)))
+        self._check_append(view, k, v, first_positions, table_rows, valid_columns, "valid_columns")
+        self._launch_append("append_rows", view, k, v, first_positions, table_rows, valid_columns, stream)
+        self._launch_attention(shape, view, q, out, first_positions, table_rows, valid_columns, factor, lse, workspace,
+                               stream)
+
+    def causal_attention_cached(
+        self, view: PagedKVBatchLayerView, q: Array, out: Array, first_positions: Array, table_rows: Array, *,
+        route: Route, valid_columns: Array | None = None, scale: float | None = None, lse: Array | None = None,
+        workspace: Array | None, stream: Stream,
+    ) -> None:
+        """Attend as `causal_attention` does, over what the cache holds; no byte of it changes.  (C14.4)
+
+        Launches: 1, or 2 where decode spans several key groups.
+
+        Raises:
+            MisuseError: as `causal_attention`.
+        """
+        shape, factor = self._check_attention(view, q, out, first_positions, table_rows, route, valid_columns, scale,
+                                              lse, workspace, ())
+        self._launch_attention(shape, view, q, out, first_positions, table_rows, valid_columns, factor, lse, workspace,
+                               stream)
+
+    # ---- pages and conversions -------------------------------------------------------------------------------------
+
+    def zero_pages(self, planes: Sequence[tuple[Array, PlaneGeometry]], page_ids: Array, *, stream: Stream) -> None:
+        """Clear every byte of the listed page groups in every plane given.  (C14.4)
+
+        Launches: one per plane.  page_ids: (n,) int32 on the device, 0 <= id < N, trusted; n = 0 does nothing.
+
+        Raises:
+            MisuseError: a plane that is not of its geometry, or page ids of another form.
+        """
+        check_array("the page ids", page_ids, np.int32, (None,), "C14.4")
+        for plane, geometry in planes:
+            name = f"plane {geometry.role} of layer {geometry.layer}"
+            check_array(name, plane, geometry.dtype, geometry.shape, "C14.2")
+            check_aligned(name, plane, ROW_ALIGN_BYTES, "C3.10")
+        count = int(page_ids.shape[0])
+        if not count:
+            return
+        kernel = self._page_moves()["zero_pages"]
+        for plane, geometry in planes:
+            block_bytes = np.int32(PAGE_TOKENS * geometry.row_bytes)
+            arguments = (plane, page_ids, np.int64(geometry.head_stride_bytes), np.int64(geometry.page_stride_bytes),
+                         block_bytes)
+            kernel.launch((count, geometry.kv_heads, 1), (ZERO_THREADS, 1, 1), arguments, stream)
+
+    def bf16_from_f32(self, destination: Array, source: Array, *, stream: Stream) -> None:
+        """Round float32 to BF16 bits (uint16): RNE; a NaN keeps sign and upper payload and becomes quiet.  (C14.4)
+
+        Launches: 1.
+
+        Raises:
+            MisuseError: another dtype, shapes that differ, or arrays that overlap.
+        """
+        self._convert("bf16_from_f32", destination, np.uint16, source, np.float32, stream)
+
+    def f32_from_bf16(self, destination: Array, source: Array, *, stream: Stream) -> None:
+        """Promote BF16 bits (uint16) to float32, exactly.  (C14.4)
+
+        Launches: 1.
+
+        Raises:
+            MisuseError: another dtype, shapes that differ, or arrays that overlap.
+        """
+        self._convert("f32_from_bf16", destination, np.float32, source, np.uint16, stream)
+
+    def encode_unrotated(
+        self, profile: str | Profile, kind: Literal["k", "v"], rows: Array, codes: Array, scales: Array, *,
+        stream: Stream,
+    ) -> None:
+        """Encode rows of values that are taken as rotated already: the entry of codec tests.  (codecs 6)
+
+        Launches: 1.  rows: (N, D) float32; codes: (N, code bytes) uint8; scales: (N, scale bytes) uint8.
+
+        Raises:
+            ConfigError: a profile or head_dim outside C4.5.
+            MisuseError: bf16, which has no codec (codecs 2), another kind, or arrays of another form.
+        """
+        resolved = resolve_profile(profile)
+        if not resolved.is_quantized or kind not in ("k", "v"):
+            raise MisuseError("encoding without rotation", expected="a quantized profile and kind 'k' or 'v'",
+                              got=f"{resolved.name}, {kind!r}", remedy="bf16 rows are copied bit for bit",
+                              clause="codecs 6")
+        check_array("the rows", rows, np.float32, (None, None), "codecs 6")
+        count, head_dim = (int(extent) for extent in rows.shape)
+        row_bytes: dict[str, int] = {plane.role: plane.row_bytes for plane in plane_schema(resolved, head_dim)}
+        check_array("the codes", codes, np.uint8, (count, row_bytes[f"{kind}_code"]), "codecs 6")
+        check_array("the scales", scales, np.uint8, (count, row_bytes[f"{kind}_scale"]), "codecs 6")
+        named = (("the rows", rows), ("the codes", codes), ("the scales", scales))
+        for name, array in named:
+            check_aligned(name, array, ROW_ALIGN_BYTES, "C3.10")
+        check_disjoint(named, writes={"the codes", "the scales"})
+        if not count:
+            return
+        warp_rows = WARP_LANES // (head_dim // LANE_DIMS)
+        arguments = (rows, codes, scales, np.int64(count), np.int32(kind == "v"))
+        kernel = self._attention_kernels(resolved, head_dim)["encode_unrotated"]
+        kernel.launch((ceil_div(count, warp_rows), 1, 1), (WARP_LANES, 1, 1), arguments, stream)
+
+    # ---- kernels ---------------------------------------------------------------------------------------------------
+
+    def _attention_kernels(self, profile: Profile, head_dim: int) -> dict[str, Kernel]:
+        kernels = self._kernels.get((profile.name, head_dim))
+        if kernels is None:
+            module = self._device.load(attention_module(profile, head_dim))
+            names = ("append_rows", "append_prefix", "encode_unrotated", "causal_attention_decode",
+                     "causal_attention_merge", "causal_attention_prefill")
+            kernels = {name: module.kernel(name) for name in names}
+            self._kernels[profile.name, head_dim] = kernels
+        return kernels
+
+    def _page_moves(self) -> dict[str, Kernel]:
+        kernels = self._kernels.get(("", 0))
+        if kernels is None:
+            module = self._device.load(page_moves_module())
+            kernels = {name: module.kernel(name) for name in ("zero_pages", "bf16_from_f32", "f32_from_bf16")}
+            self._kernels["", 0] = kernels
+        return kernels
+
+    def _launch_append(
+        self, kernel: str, view: PagedKVBatchLayerView, k: Array, v: Array, first_positions: Array,
+        table_rows: Array, live: Array | None, stream: Stream,
+    ) -> None:
+        batch, width, kv_heads, head_dim = k.shape
+        row_lanes = head_dim // (LANE_DIMS if view.profile.is_quantized else LANE_DIMS_BF16)
+        blocks = ceil_div(batch * width * kv_heads, WARP_LANES // row_lanes)
+        arguments = (
+            k, v, *view.arguments, view.block_table, np.int32(view.block_table.shape[1]), first_positions, table_rows,
+            live, np.int32(batch), np.int32(width), np.int32(kv_heads),
+        )
+        launch = self._attention_kernels(view.profile, head_dim)[kernel]
+        launch.launch((blocks, 1, 1), (APPEND_THREADS, 1, 1), arguments, stream)
+
+    def _launch_attention(
+        self, shape: AttentionShape, view: PagedKVBatchLayerView, q: Array, out: Array, first_positions: Array,
+        table_rows: Array, valid_columns: Array | None, scale: float, lse: Array | None, workspace: Array | None,
+        stream: Stream,
+    ) -> None:
+        kernels = self._attention_kernels(view.profile, view.head_dim)
+        is_split = shape.route == "decode" and shape.groups > 1
+        arguments = (
+            q, out, lse, *view.arguments, view.block_table, np.int32(view.block_table.shape[1]), first_positions,
+            table_rows, valid_columns, np.int32(shape.width), np.int32(shape.kv_heads),
+            np.int32(shape.query_heads // shape.kv_heads), np.float32(scale * math.log2(math.e)),
+            workspace if is_split else None, np.int32(shape.groups),
+        )
+        block = (ATTENTION_THREADS, 1, 1)
+        if shape.route == "prefill":
+            kernels["causal_attention_prefill"].launch((shape.tiles, shape.kv_heads, 1), block, arguments, stream)
+            return
+        grid = (shape.groups * shape.tiles, shape.kv_heads, shape.batch)
+        kernels["causal_attention_decode"].launch(grid, block, arguments, stream)
+        if is_split:
+            grid = (shape.tiles, shape.kv_heads, shape.batch)
+            kernels["causal_attention_merge"].launch(grid, block, arguments, stream)
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    def _check_append(
+        self, view: PagedKVBatchLayerView, k: Array, v: Array, first_positions: Array, table_rows: Array,
+        live: Array | None, live_name: str,
+    ) -> None:
+        check_array("k", k, np.uint16, (None, None, view.kv_heads, view.head_dim), "C14.4")
+        batch, width = int(k.shape[0]), int(k.shape[1])
+        if batch < 1 or width < 1:
+            raise MisuseError("k", expected="at least one row and one column", got=describe(k),
+                              remedy="skip the call when there is nothing to append", clause="C14.4")
+        check_array("v", v, np.uint16, k.shape, "C14.4")
+        selectors = _check_selectors(batch, first_positions, table_rows, (live_name, live))
+        for name, array in (("k", k), ("v", v)):
+            check_aligned(name, array, ROW_ALIGN_BYTES, "C3.10")
+        if live is None and width > view.max_context:
+            raise _too_wide(width, view.max_context)
+        check_disjoint((("k", k), ("v", v), *selectors, *view.named_arrays),
+                       writes={"k_code", "v_code", "k_scale", "v_scale"})
+
+    def _check_attention(
+        self, view: PagedKVBatchLayerView, q: Array, out: Array, first_positions: Array, table_rows: Array,
+        route: Route, valid_columns: Array | None, scale: float | None, lse: Array | None, workspace: Array | None,
+        rows: Sequence[tuple[str, Array]],
+    ) -> tuple[AttentionShape, float]:
+        check_array("q", q, np.uint16, (None, None, None, view.head_dim), "C14.4")
+        batch, width, query_heads = (int(extent) for extent in q.shape[:3])
+        shape = AttentionShape(route, batch, width, query_heads, view.kv_heads, view.head_dim, view.max_context)
+        check_array("out", out, np.uint16, q.shape, "C14.4")
+        for name, array in rows:
+            check_array(name, array, np.uint16, (batch, width, view.kv_heads, view.head_dim), "C14.4")
+        selectors = _check_selectors(batch, first_positions, table_rows, ("valid_columns", valid_columns))
+        if valid_columns is None and width > view.max_context:
+            raise _too_wide(width, view.max_context)
+        written: list[tuple[str, Array]] = [("out", out)]
+        if lse is not None:
+            check_array("lse", lse, np.float32, (batch, width, query_heads), "C14.4")
+            written.append(("lse", lse))
+        needed_bytes = workspace_bytes(shape)
+        if workspace is not None:
+            check_array("the workspace", workspace, np.uint8, (None,), "C14.4")
+            check_aligned("the workspace", workspace, ROW_ALIGN_BYTES, "C3.10")
+            written.append(("the workspace", workspace))
+        given_bytes = 0 if workspace is None else int(workspace.nbytes)
+        if given_bytes < needed_bytes:
+            raise MisuseError("the workspace", expected=f"at least {needed_bytes} bytes", got=f"{given_bytes} bytes",
+                              remedy="size it with workspace_bytes", clause="C14.4", needed_bytes=needed_bytes)
+        for name, array in (("q", q), ("out", out)):
+            check_aligned(name, array, ROW_ALIGN_BYTES, "C3.10")
+        check_disjoint((("q", q), *rows, *written, *selectors, *view.named_arrays),
+                       writes={name for name, _ in written})
+        return shape, _checked_scale(scale, view.head_dim)
+
+    def _convert(
+        self, kernel: str, destination: Array, destination_dtype: type[np.generic], source: Array,
+        source_dtype: type[np.generic], stream: Stream,
+    ) -> None:
+        check_array("the source", source, source_dtype, (None,) * getattr(source, "ndim", 1), "C14.4")
+        check_array("the destination", destination, destination_dtype, source.shape, "C14.4")
+        named = (("the destination", destination), ("the source", source))
+        check_disjoint(named, writes={"the destination"})
+        count = int(source.size)
+        if count:
+            grid = (ceil_div(count, MOVE_THREADS), 1, 1)
+            arguments = (destination, source, np.int64(count))
+            self._page_moves()[kernel].launch(grid, (MOVE_THREADS, 1, 1), arguments, stream)
+
+
+def _check_selectors(
+    batch: int, first_positions: Array, table_rows: Array, live: tuple[str, Array | None]
+) -> list[tuple[str, Any]]:
+    selectors = [("first_positions", first_positions), ("table_rows", table_rows)]
+    if live[1] is not None:
+        selectors.append(live)
+    for name, array in selectors:
+        check_array(name, array, np.int32, (batch,), "C14.4")
+    return selectors
+
+
+def _too_wide(width: int, max_context: int) -> MisuseError:
+    return MisuseError("a dense call", expected=f"at most max_context = {max_context} columns", got=f"{width} columns",
+                       remedy="pass valid_columns, or fewer columns", clause="C14.2")
+
+
+def _checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return math.pow(head_dim, -0.5)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise MisuseError("the scale", expected="a finite number, or None for D ** -0.5", got=repr(scale),
+                          remedy="pass a Python float", clause="C14.4")
+    return float(scale)

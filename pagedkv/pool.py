@@ -1,0 +1,167 @@
+"""PagePool: the physical page groups of one pool, counted and identified.  (C3.1, C3.6, C6)
+
+Life of a page group id:
+
+    free --try_reserve--> promised --bind--> bound --materialize--> leased
+      ^                      |                 ^                       |
+      |<------shrink---------+                 +-----dematerialize-----+
+      |<-------------------release (of leases and of bound ids)--------+
+
+    capacity = allocated + reserved + available                        always (C6.2)
+    reserved = promised (no id yet) + bound (an id, unmapped)          (C6.5)
+
+`try_reserve` promises a number; `bind` names ids ahead of need, in windows, for locality: bound ids
+still count as reserved and are no one's lease.  `materialize` and `dematerialize` move between
+reserved and allocated and never change what others can take.  Only `shrink` and `release` give back.
+An id carries a serial while it is bound or leased; a lease handle remembers it, and every release
+and dematerialize renews it, so a handle that outlived its lease is stale (C6.1).
+
+A pool knows no profile, no plane, no sequence and no device (C4.3): which holder maps which id is
+the business of `address_space.py`, which alone may call the id-moving methods.
+
+Read next: `logical_pages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.errors import MisuseError
+from pagedkv.free_runs import FreeRuns, Ids
+
+
+@dataclass(frozen=True)
+class DevicePageLease:
+    """The exclusive hold of one page group while its serial is current.  (C6.1)
+
+    Leases come from `AddressSpaces.lease`; a lease made by hand names nothing.
+    """
+
+    pool: str
+    page_id: int
+    serial: int
+
+
+class PagePool:
+    """Counters, free ids and serials of one pool."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.allocated = 0
+        self.reserved = 0
+        self.bound = 0
+        self.free_runs = FreeRuns(capacity)
+        self.serials = np.zeros(capacity, np.int64)
+        self._serial_next = 1
+
+    @property
+    def available(self) -> int:
+        """Pages that anyone may still reserve."""
+        return self.capacity - self.allocated - self.reserved
+
+    @property
+    def promised(self) -> int:
+        """Reserved pages that have no id yet."""
+        return self.reserved - self.bound
+
+    def try_reserve(self, pages: int) -> bool:
+        """Promise `pages` page groups; False, and nothing changed, when fewer are available.  (C6.2)"""
+        self._require_count("a reservation", pages)
+        if pages > self.available:
+            return False
+        self.reserved += pages
+        return True
+
+    def shrink(self, pages: int) -> None:
+        """Give promised pages back to available.  (C6.2)"""
+        self._require_count("a shrink", pages)
+        self._require_at_most("a shrink", pages, self.promised, "promised pages")
+        self.reserved -= pages
+
+    def bind(self, pages: int, after: int = -1) -> Ids:
+        """Name ids for promised pages, next to id `after` when possible; they stay reserved.  (C6.5)"""
+        self._require_count("a binding", pages)
+        self._require_at_most("a binding", pages, self.promised, "promised pages")
+        ids = self.free_runs.take(pages, after)
+        self.bound += pages
+        self.renew(ids)
+        return ids
+
+    def materialize(self, pages: int) -> None:
+        """Turn bound ids into leases: reserved to allocated, available unchanged.  (C6.2)"""
+        self._require_at_most("materialize", pages, self.bound, "bound pages")
+        self.bound -= pages
+        self.reserved -= pages
+        self.allocated += pages
+
+    def dematerialize(self, ids: Ids) -> None:
+        """Turn leases back into bound ids of the same reservation; their handles become stale.  (C6.2)"""
+        self._require_at_most("dematerialize", ids.size, self.allocated, "leased pages")
+        self.allocated -= ids.size
+        self.bound += ids.size
+        self.reserved += ids.size
+        self.renew(ids)
+
+    def release(self, ids: Ids, *, leased: int) -> None:
+        """Give ids back to available; the first `leased` counted as leases, the others as bound.
+
+        Raises:
+            MisuseError: an id is out of range, free already or listed twice; nothing changed (S25, S35).
+        """
+        bound = ids.size - leased
+        self._require_at_most("release of leases", leased, self.allocated, "leased pages")
+        self._require_at_most("release of bound pages", bound, self.bound, "bound pages")
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.capacity or not self.serials[ids].all()):
+            raise MisuseError(f"release of pages of pool {self.name}", expected="ids that are held", got=ids.tolist(),
+                              remedy="release each page once", clause="C6.1")
+        if np.unique(ids).size != ids.size:
+            raise MisuseError(f"release of pages of pool {self.name}", expected="distinct ids", got=ids.tolist(),
+                              remedy="list each page once", clause="C6.1")
+        self.allocated -= leased
+        self.bound -= bound
+        self.reserved -= bound
+        self.serials[ids] = 0
+        self.free_runs.give(ids)
+
+    def renew(self, ids: Ids | npt.NDArray[np.int64]) -> None:
+        """Give ids fresh serials, so that earlier handles of them are stale.  (C6.1)"""
+        self.serials[ids] = np.arange(self._serial_next, self._serial_next + ids.size)
+        self._serial_next += ids.size
+
+    def _require_count(self, what: str, pages: int) -> None:
+        if type(pages) is not int or pages < 0:
+            raise MisuseError(f"{what} in pool {self.name}", expected="a non-negative integer number of pages",
+                              got=repr(pages), remedy="ask in whole pages", clause="C6.2")
+
+    def _require_at_most(self, what: str, pages: int, limit: int, kind: str) -> None:
+        if pages < 0 or pages > limit:
+            raise MisuseError(f"{what} in pool {self.name}", expected=f"at most {limit} {kind}", got=f"{pages}",
+                              remedy="every page leaves the state it entered exactly once", clause="C6.2")
+
+
+def try_reserve_bundle(requests: SequenceOf[tuple[PagePool, int]]) -> PagePool | None:
+    """Reserve in several pools, all or nothing.  (C6.3)
+
+    Returns:
+        None when every pool granted its pages, else the first pool that lacks them; then nothing changed.
+
+    Raises:
+        MisuseError: no request, a pool named twice, or fewer than one page asked of a pool.
+    """
+    pools = [pool for pool, _ in requests]
+    if not pools or len({id(pool) for pool in pools}) != len(pools) or any(pages < 1 for _, pages in requests):
+        raise MisuseError("a bundle reservation", expected="distinct pools, at least one page each",
+                          got=[(pool.name, pages) for pool, pages in requests],
+                          remedy="name each enabled pool once", clause="C6.3")
+    for pool, pages in requests:
+        if pages > pool.available:
+            return pool
+    for pool, pages in requests:
+        granted = pool.try_reserve(pages)
+        assert granted, f"pool {pool.name} changed between check and grant"
+    return None

@@ -1,0 +1,401 @@
+"""Store: the object a caller holds.  Ledgers decide, the device acts.  (C1, C5, C9 to C12)
+
+    with open_store(config, device="auto") as store:
+        sequence = store.activate(prompt_tokens=1000, output_tokens=256)
+        batch = store.batch([sequence])
+        unit = store.begin_unit(batch, 128)          # maps, publishes table slices, freezes the rows
+        ...                                          # launches on store.stream
+        store.wait(unit)                             # the device has finished
+        store.commit(unit)                           # frontiers advance, rows thaw
+        store.trim(batch)                            # rejected tails return to their reservation
+        store.finish(sequence)
+
+Every per-step call takes a batch; nothing loops over sequences.  One thread and one process use a
+store; a call from elsewhere is refused.  After a device error the store is latched: only `close`,
+`memory_summary` and the evidence remain (C12.4).
+
+Read next: `views.py` and `ops.py` for what kernels see; `graphs/decode_loop.py` for a loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+import numpy as np
+
+from pagedkv.check import check_ledgers
+from pagedkv.config import StoreConfig
+from pagedkv.devices import open_device
+from pagedkv.devices.protocol import Array, Device, Event, Graph, Stream
+from pagedkv.errors import ActivationRefused, ConfigError, DeviceFault, MisuseError, StoreLatched
+from pagedkv.layout import StoreLayout, build_layout
+from pagedkv.ledgers import Batch, Columns, PoolSlices, StoreLedgers
+from pagedkv.ops import Ops
+from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
+from pagedkv.unit_guard import SubmittedUnit
+from pagedkv.views import PagedKVBatchLayerView
+
+_LOG = logging.getLogger("pagedkv")
+_STORE_IDS = itertools.count(1)
+
+
+class Store:
+    """A KV store on one device; made by `open_store`.
+
+    Attributes:
+        config: what it was built from; fixed.
+        device, stream: where everything runs; one ordered stream.
+        ops: the kernels' wrappers on this device.
+        layout: every slab, as allocated.
+        views: `views[pool][layer]`, what kernels read through (C14.1).
+        block_tables: `block_tables[pool]`, (C, L) int32 on the device; entries beyond membership are unspecified.
+    """
+
+    def __init__(self, config: StoreConfig, device: Device) -> None:
+        if not isinstance(config, StoreConfig):
+            raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
+                              remedy="build a StoreConfig first", clause="C5.2")
+        self.config = config
+        self.device = device
+        self.stream: Stream = device.stream()
+        self.ops = Ops(device)
+        self.layout: StoreLayout = build_layout(config)
+        self._ledgers = StoreLedgers(config, next(_STORE_IDS))
+        self._slabs: dict[str, Array] = {
+            slab.name: device.zeros(slab.shape, slab.dtype) for slab in self.layout.slabs
+        }
+        self.block_tables: dict[str, Array] = {
+            pool.name: self._slabs[f"{pool.name}.block_table"] for pool in config.pools
+        }
+        self.views: dict[str, tuple[PagedKVBatchLayerView, ...]] = {
+            pool.name: tuple(self._layer_view(pool.name, layer) for layer in range(pool.geometry.layers))
+            for pool in config.pools
+        }
+        for pool in config.pools:
+            self.ops.prepare(pool.profile, pool.geometry.head_dim)
+        self._events: dict[int, Event] = {}
+        self._completed: set[int] = set()
+        self._latch: DeviceFault | None = None
+        self._is_closed = False
+        self._thread = threading.get_ident()
+        self._process = os.getpid()
+        self.published_slices = 0
+        """Table slices copied to the device since the store opened."""
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the stream and give the slabs back; closing twice is harmless."""
+        if self._is_closed:
+            return
+        self._require_owner("close")
+        if self._latch is None:
+            self.stream.synchronize()
+        self._is_closed = True
+        self.views.clear()
+        self.block_tables.clear()
+        self._slabs.clear()
+
+    def latch(self, fault: DeviceFault) -> None:
+        """Stop the store after a device error; the first one is kept as evidence.  (C12.4)"""
+        if self._latch is None:
+            self._latch = fault
+
+    @property
+    def evidence(self) -> DeviceFault | None:
+        """The device error that latched the store, if one did.  (C12.4)"""
+        return self._latch
+
+    # ---- activation -------------------------------------------------------------------------------
+
+    def try_activate(self, *, prompt_tokens: int, output_tokens: int) -> Sequence | Refusal:
+        """Reserve room for prompt and whole output in every pool, or say why not.  (C9.2, C10.2, C10.9)"""
+        self._enter("activate")
+        return self._ledgers.try_activate(ActivationTarget(prompt_tokens, output_tokens))
+
+    def activate(self, *, prompt_tokens: int, output_tokens: int) -> Sequence:
+        """Activate a sequence from nothing.  (C10.9)
+
+        Raises:
+            ActivationRefused: there is no room now, or (`refusal.forever`) never.
+        """
+        answer = self.try_activate(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        if isinstance(answer, Refusal):
+            raise ActivationRefused(
+                f"activation of {prompt_tokens} + {output_tokens} tokens",
+                expected=f"at most {answer.available} {'rows' if answer.pool == 'rows' else 'pages of ' + answer.pool}",
+                got=f"{answer.needed}",
+                remedy="lower the budget" if answer.forever else "finish a sequence first and try again",
+                clause="C10.9", refusal=answer,
+            )
+        return answer
+
+    def can_honour(self, target: ActivationTarget) -> bool:
+        """Say whether `activate` would succeed now; no side effects.  (C10.9)"""
+        return isinstance(self.explain(target), ActivationPlan)
+
+    def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
+        """Return what an activation would take, or the refusal; no side effects.  (C10.9)"""
+        self._enter("explain")
+        return self._ledgers.explain(target)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Release everything the sequence holds.  (C9.8)
+
+        Raises:
+            UnitInFlight: a unit in flight selects it (C12.2).
+            StaleHandle: it has ended.
+        """
+        self._enter("finish")
+        self._ledgers.finish(sequence)
+
+    def abort(self, sequence: Sequence) -> bool:
+        """End the sequence now (True), or at the end of the unit that selects it (False).  (C12.4)"""
+        self._enter("abort")
+        return self._ledgers.abort(sequence)
+
+    def batch(self, sequences: Iterable[Sequence]) -> Batch:
+        """Select sequences in batch order, once for many units.  (C11.3)"""
+        self._enter("batch")
+        return self._ledgers.batch(tuple(sequences))
+
+    # ---- units ------------------------------------------------------------------------------------
+
+    def begin_unit(
+        self, batch: Batch, columns: Columns | Mapping[str, Columns] = 1, *, name: str = "unit"
+    ) -> SubmittedUnit:
+        """Map what the unit may write, publish new table slices on the stream, freeze the rows.  (C9.4, C11.2)
+
+        Args:
+            batch: from `batch`.
+            columns: columns of each entry in Main (one number, or one per entry), or a mapping
+                pool -> columns.  0 selects a row without writing.
+            name: how errors call the unit.
+
+        Returns:
+            The unit; `first_positions[pool]` and `columns[pool]` are (B,) int32 in batch order.
+
+        Raises:
+            UnitInFlight, EntitlementExceeded, MisuseError, StaleHandle: nothing changed.
+        """
+        self._enter("begin_unit")
+        wanted = columns if isinstance(columns, Mapping) else {"main": columns}
+        unit, slices = self._ledgers.begin_unit(name, batch, wanted)
+        self._publish(slices)
+        return unit
+
+    def submit(self, unit: SubmittedUnit) -> None:
+        """Record on the stream that the unit's launches end here, so that `poll` can ask.  (C12.4)"""
+        self._enter("submit")
+        self._ledgers.guard.require_open(unit, "submit")
+        event = self.device.event()
+        self.stream.record(event)
+        self._events[unit.number] = event
+
+    def poll(self) -> list[SubmittedUnit]:
+        """Return the submitted units that the device has finished and that are not yet committed.  (C12.4)"""
+        self._enter("poll")
+        with self._latching():
+            for number, event in list(self._events.items()):
+                if event.query():
+                    del self._events[number]
+                    self._completed.add(number)
+        return [unit for unit in self._ledgers.guard.units if unit.number in self._completed]
+
+    def wait(self, unit: SubmittedUnit) -> None:
+        """Block until the device has finished the unit.  (C12.4)"""
+        self._enter("wait")
+        self._ledgers.guard.require_open(unit, "wait")
+        with self._latching():
+            event = self._events.pop(unit.number, None)
+            if event is not None:
+                event.synchronize()
+            elif unit.number not in self._completed:
+                self.stream.synchronize()
+        self._completed.add(unit.number)
+
+    def commit(self, unit: SubmittedUnit, accepted: Columns | Mapping[str, Columns] | None = None) -> None:
+        """Advance committed frontiers after the unit completed, and thaw its rows.  (C9.5, C12.3)
+
+        Args:
+            unit: waited for, or returned by `poll`.
+            accepted: accepted columns of each entry in Main, a mapping pool -> columns, or None for
+                every column of every pool the unit wrote.
+
+        Raises:
+            MisuseError: the unit was not waited for, has ended, or wrote fewer columns; nothing changed.
+        """
+        self._enter("commit")
+        self._ledgers.guard.require_open(unit, "commit")
+        if unit.number not in self._completed:
+            raise MisuseError(f"commit of unit {unit.label}", expected="a unit the device has finished",
+                              got="one that was not waited for", remedy="call wait(unit), or poll()", clause="C12.3")
+        wanted = accepted if accepted is None or isinstance(accepted, Mapping) else {"main": accepted}
+        self._ledgers.commit_unit(unit, wanted)
+        self._completed.discard(unit.number)
+
+    def fail(self, unit: SubmittedUnit) -> None:
+        """End a unit without a commit, after what it launched has drained.  (C9.5)"""
+        self._enter("fail")
+        self._ledgers.guard.require_open(unit, "fail")
+        self.wait(unit)
+        self._ledgers.fail_unit(unit)
+        self._completed.discard(unit.number)
+
+    def launch_graph(self, graph: Graph) -> None:
+        """Replay a captured graph on the store's stream; a device error latches the store.  (C12.4)"""
+        self._enter("launch_graph")
+        with self._latching():
+            graph.launch(self.stream)
+
+    # ---- between units ----------------------------------------------------------------------------
+
+    def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
+        """Map and publish positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)"""
+        self._enter("ensure_mapped_to_tokens")
+        self._publish(self._ledgers.ensure_mapped_to_tokens(sequence, tokens, pool))
+
+    def trim(self, batch: Batch, pool: str = "main", provisional: Columns = 0) -> int:
+        """Return trailing pages of the batch to their own reservations; says how many.  (C9.6)"""
+        self._enter("trim")
+        return self._ledgers.trim(batch, pool, provisional)
+
+    def truncate(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
+        """Lower the committed frontier of one pool to `tokens`, then trim.  (C9.10)"""
+        self._enter("truncate")
+        self._ledgers.truncate(sequence, tokens, pool)
+
+    def committed_tokens(self, sequence: Sequence, pool: str = "main") -> int:
+        """Return the committed frontier of one sequence in one pool, in tokens.  (C9.1)"""
+        self._enter("committed_tokens")
+        self._ledgers.sequences.require_current(sequence)
+        return int(self._ledgers.spaces[pool].frontier[sequence.row])
+
+    def budget_tokens(self, sequence: Sequence) -> int:
+        """Return prompt plus output tokens that the sequence was activated for.  (C9.2)"""
+        self._enter("budget_tokens")
+        self._ledgers.sequences.require_current(sequence)
+        return int(self._ledgers.sequences.budget_tokens[sequence.row])
+
+    def page_ids(self, sequence: Sequence, pool: str = "main") -> list[int]:
+        """Return the page group ids that a sequence maps, in block order.  (C9.1)"""
+        self._enter("page_ids")
+        self._ledgers.sequences.require_current(sequence)
+        ids: list[int] = self._ledgers.spaces[pool].mapped_ids(sequence.row).tolist()
+        return ids
+
+    # ---- evidence ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert every invariant of C16, the device tables included; AssertionError says which.  (C16)"""
+        self._enter("check")
+        check_ledgers(self._ledgers)
+        for name, spaces in self._ledgers.spaces.items():
+            table = np.empty_like(spaces.table.mirror)
+            self.device.copy(table, self.block_tables[name], self.stream)
+            self.stream.synchronize()
+            members = spaces.columns_below(spaces.mapped_end)
+            same = table[members] == spaces.table.mirror[members]
+            assert same.all(), f"pool {name}: the device table differs from the membership"
+
+    def memory_summary(self) -> dict[str, dict[str, int]]:
+        """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; works when latched."""
+        summary = {}
+        for pool in self.config.pools:
+            counters = self._ledgers.spaces[pool.name].pool
+            summary[pool.name] = {
+                "capacity_pages": counters.capacity,
+                "allocated_pages": counters.allocated,
+                "reserved_pages": counters.reserved,
+                "available_pages": counters.available,
+                "page_bytes": pool.page_bytes,
+                "slab_bytes": pool.page_bytes * pool.pages,
+            }
+        return summary
+
+    # ---- helpers ----------------------------------------------------------------------------------
+
+    def _publish(self, slices: PoolSlices) -> None:
+        """Copy each new slice of each row to the device table, in stream order.  (C11.2)"""
+        with self._latching():
+            for pool, gained in slices.items():
+                table = self.block_tables[pool]
+                mirror = self._ledgers.spaces[pool].table.mirror
+                for row, first, count in zip(
+                    gained.rows.tolist(), gained.first_blocks.tolist(), gained.block_counts.tolist(), strict=True
+                ):
+                    self.device.copy(
+                        table[row, first : first + count], mirror[row, first : first + count].copy(), self.stream
+                    )
+                    self.published_slices += 1
+
+    def _layer_view(self, pool_name: str, layer: int) -> PagedKVBatchLayerView:
+        pool = next(pool for pool in self.config.pools if pool.name == pool_name)
+        planes = {role: self._slabs.get(f"{pool_name}.{layer}.{role}")
+                  for role in ("k_code", "v_code", "k_scale", "v_scale")}
+        return PagedKVBatchLayerView(
+            k_pages=planes["k_code"], v_pages=planes["v_code"], k_scales=planes["k_scale"], v_scales=planes["v_scale"],
+            block_table=self.block_tables[pool_name], head_dim=pool.geometry.head_dim,
+            kv_heads=pool.geometry.kv_heads, profile=pool.profile, order=pool.order,
+            max_context=self.config.max_context,
+        )
+
+    def _enter(self, operation: str) -> None:
+        self._require_owner(operation)
+        if self._is_closed:
+            raise MisuseError(operation, expected="an open store", got="a closed one",
+                              remedy="open a new store", clause="C12.4")
+        if self._latch is not None:
+            raise StoreLatched(operation, expected="a store without a device error", got=str(self._latch),
+                               remedy="close it; memory_summary and evidence still answer", clause="C12.4")
+
+    def _require_owner(self, operation: str) -> None:
+        if threading.get_ident() != self._thread or os.getpid() != self._process:
+            raise MisuseError(operation, expected="the thread and process that opened the store", got="another",
+                              remedy="use one store per thread, and none across fork", clause="C12.4")
+
+    def _latching(self) -> _Latching:
+        return _Latching(self)
+
+
+class _Latching:
+    """Latches the store when a device error leaves the block."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, DeviceFault):
+            self._store.latch(error)
+
+
+def open_store(config: StoreConfig, device: str | Device = "auto") -> Store:
+    """Open a store on a device: "auto", "cpu", "cuda" or a Device.
+
+    Says in one line of the `pagedkv` log which device it is and why.
+
+    Raises:
+        ConfigError: `config` is not a StoreConfig.
+        MissingRequirement: the device needs something that is not there; says how to get it.
+    """
+    chosen = open_device(device) if isinstance(device, str) else device
+    _LOG.info("device: %s", chosen.description)
+    return Store(config, chosen)

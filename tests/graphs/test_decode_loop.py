@@ -1,0 +1,212 @@
+"""The loop: batches, lengths, stops, refusals, and the exact equalities of C14.6 and C15.3."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import pagedkv as pk
+from pagedkv.graphs import DecodeLoop
+from tests.placement import shuffle_placement
+from tests.toy_model import ToyModel
+
+GEOMETRY = pk.KVGeometry(layers=2, query_heads=6, kv_heads=2, head_dim=64)
+
+
+@contextlib.contextmanager
+def opened(profile: str = "bf16", *, concurrency: int = 4, device: str = "cpu") -> Iterator[pk.Store]:
+    """Open a store of a small geometry and check it at the end."""
+    config = pk.StoreConfig(GEOMETRY, profile=profile, max_context=1280, max_concurrency=concurrency,
+                            kv_capacity=pk.ExplicitCapacity(1280 * concurrency))
+    with pk.open_store(config, device=device) as store:
+        yield store
+        store.check()
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Return token ids of a prompt."""
+    ids: list[int] = np.random.default_rng(seed).integers(0, 1009, tokens).tolist()
+    return ids
+
+
+def generate(
+    store: pk.Store, prompts: list[list[int]], new_tokens: int, *, use_graphs: bool = True, prefill_chunk: int = 128
+) -> list[list[int]]:
+    """Decode prompts in one batch and return their new tokens."""
+    loop = DecodeLoop(store, ToyModel(store), use_graphs=use_graphs, prefill_chunk=prefill_chunk)
+    sequences = [store.activate(prompt_tokens=len(ids), output_tokens=new_tokens) for ids in prompts]
+    for sequence, ids in zip(sequences, prompts, strict=True):
+        loop.prefill(sequence, ids)
+    texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
+    for tokens in loop.decode(sequences):
+        for sequence, new in tokens.items():
+            texts[sequence] += new
+    for sequence in sequences:
+        assert loop.finish_reason(sequence) == "length"
+        store.finish(sequence)
+    return [texts[sequence] for sequence in sequences]
+
+
+@pytest.mark.parametrize("profile", sorted(pk.PROFILES))
+def test_a_batch_says_what_each_row_says_alone(profile: str) -> None:
+    """C14.6, S1: rows of one batch do not touch each other, across page crossings and merges."""
+    prompts = [prompt(tokens, seed) for seed, tokens in enumerate((63, 64, 600))]
+    with opened(profile) as store:
+        together = generate(store, prompts, 5)
+        alone = [generate(store, [ids], 5)[0] for ids in prompts]
+
+    assert together == alone
+
+
+def test_replay_says_what_eager_says() -> None:
+    """C15.3: one captured graph serves every content; eager is the same work."""
+    prompts = [prompt(60, 1), prompt(127, 2)]
+    with opened() as store:
+        assert generate(store, prompts, 8) == generate(store, prompts, 8, use_graphs=False)
+
+
+def test_shuffled_page_ids_change_nothing() -> None:
+    """C3.6, S2: results do not depend on where pages lie."""
+    prompts = [prompt(200, 3), prompt(65, 4)]
+    with opened() as store:
+        straight = generate(store, prompts, 6)
+    with opened() as store:
+        shuffle_placement(store, seed=5)
+
+        assert generate(store, prompts, 6) == straight
+
+
+def test_chunked_prefill_says_what_whole_prefill_says() -> None:
+    """C14.6, S43: chunking is not visible in an output row."""
+    ids = prompt(700, 6)
+    with opened(concurrency=1) as store:
+        whole = generate(store, [ids], 4, prefill_chunk=1024)
+        for chunk in (16, 64, 100, 128):
+            assert generate(store, [ids], 4, prefill_chunk=chunk) == whole, chunk
+
+
+def test_the_model_is_called_twice_a_shape_and_never_by_a_replay() -> None:
+    """C15: warm-up and capture; replays call no model code."""
+    with opened(concurrency=1) as store:
+        model = ToyModel(store)
+        loop = DecodeLoop(store, model)
+        sequence = store.activate(prompt_tokens=16, output_tokens=20)
+        loop.prefill(sequence, prompt(16, 1))
+        for _ in loop.decode([sequence]):
+            pass
+
+        assert model.enqueue_count == 4
+        assert sum(loop.graphs.replays().values()) == 20
+
+
+def test_every_decode_step_is_one_replay_and_two_calls_between_crossings() -> None:
+    """C9.4, C11.2: a step that crosses no page is the graph launch and the wait."""
+    with opened(concurrency=1) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=16, output_tokens=30)
+        loop.prefill(sequence, prompt(16, 1))
+        steps = sum(1 for _ in loop.decode([sequence]))
+
+        assert steps == loop.statistics.decode_steps == 29
+        assert loop.statistics.driver_calls_per_step == 2.0
+
+
+def test_padding_rows_of_a_captured_batch_touch_nothing() -> None:
+    """S10, S16, S62: 3 live rows in a graph of B = 4 after 4 live rows; other pages keep their bytes."""
+    prompts = [prompt(30 + 40 * row, row) for row in range(4)]
+    with opened() as store:
+        generate(store, prompts, 3)
+        three = generate(store, prompts[:3], 3)
+    with opened() as store:
+        planes = store.views["main"][0].k_pages
+        loop = DecodeLoop(store, ToyModel(store))
+        sequences = [store.activate(prompt_tokens=len(ids), output_tokens=3) for ids in prompts[:3]]
+        for sequence, ids in zip(sequences, prompts, strict=False):
+            loop.prefill(sequence, ids)
+        owned = [page for sequence in sequences for page in store.page_ids(sequence)]
+        others = np.setdiff1d(np.arange(planes.shape[0]), owned)
+        before = planes[others].copy()
+        texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
+        for tokens in loop.decode(sequences):
+            for sequence, new in tokens.items():
+                texts[sequence] += new
+
+        assert list(texts.values()) == three
+        assert np.array_equal(planes[others], before)
+
+
+def test_decode_ends_at_stop_tokens_and_delivers_them() -> None:
+    """The loop owns stop tokens; the row leaves the batch, others go on."""
+    ids = [prompt(20, 1), prompt(40, 2)]
+    with opened() as store:
+        reference = generate(store, ids, 12)
+        stop = reference[0][3]
+        loop = DecodeLoop(store, ToyModel(store))
+        sequences = [store.activate(prompt_tokens=len(one), output_tokens=12) for one in ids]
+        for sequence, one in zip(sequences, ids, strict=True):
+            loop.prefill(sequence, one)
+        texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
+        for tokens in loop.decode(sequences, stop_tokens=[stop]):
+            for sequence, new in tokens.items():
+                texts[sequence] += new
+
+        assert texts[sequences[0]] == reference[0][: reference[0].index(stop) + 1]
+        assert loop.finish_reason(sequences[0]) == "stop"
+        assert len(texts[sequences[1]]) == 12 or texts[sequences[1]][-1] == stop
+
+
+def test_max_context_is_reached_exactly() -> None:
+    """S4, S75: a sequence runs to S - 1 cached tokens and no further; nothing is written past the row."""
+    config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=100, max_concurrency=1,
+                            kv_capacity=pk.ExplicitCapacity(128))
+    with pk.open_store(config, device="cpu") as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=90, output_tokens=10)
+        loop.prefill(sequence, prompt(90, 1))
+        produced = [token for tokens in loop.decode([sequence]) for token in tokens[sequence]]
+
+        assert len(produced) == 10
+        assert store.committed_tokens(sequence) == 99
+        with pytest.raises(pk.MisuseError, match="positions below max_context"):
+            store.begin_unit(store.batch([sequence]), 2)
+
+
+def test_prefill_refuses_what_was_not_activated_and_changes_nothing() -> None:
+    """C9.2: a prompt beyond the budget, an empty one, and one that is no list of integers."""
+    with opened() as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=4, output_tokens=2)
+        for bad in ([], [1] * 7, [0.5, 1.5]):
+            with pytest.raises(pk.MisuseError, match="a prompt of"):
+                loop.prefill(sequence, bad)  # type: ignore[arg-type]
+
+        assert store.committed_tokens(sequence) == 0
+        with pytest.raises(pk.MisuseError, match="prefilled"):
+            loop.step([sequence])
+
+
+def test_a_failing_model_thaws_its_rows() -> None:
+    """C9.5: a unit that raised commits nothing and leaves the store usable."""
+    with opened(concurrency=1) as store:
+        model = ToyModel(store)
+        loop = DecodeLoop(store, model, use_graphs=False)
+        sequence = store.activate(prompt_tokens=16, output_tokens=4)
+        loop.prefill(sequence, prompt(16, 1))
+        captured = next(iter(loop.graphs._units.values()))
+        captured._model = BrokenModel()
+        with pytest.raises(RuntimeError, match="out of ideas"):
+            loop._run(captured, store.batch([sequence]), 1, np.zeros((1, 16), np.int32))
+
+        assert store.committed_tokens(sequence) == 16
+        store.finish(sequence)
+
+
+class BrokenModel:
+    """Raises when it is enqueued."""
+
+    def enqueue(self, unit: object) -> None:
+        """Fail."""
+        raise RuntimeError("out of ideas")

@@ -1,0 +1,97 @@
+"""Keys, shapes and control buffers: what may and may not change between replays.  (C15)"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import pagedkv as pk
+from pagedkv.graphs import ControlBuffers, DecodeLoop, GraphCache, GraphKey
+from pagedkv.graphs.key import key_for
+from pagedkv.graphs.scheduler import batch_shape, prefill_width
+from tests.toy_model import ToyModel
+
+GEOMETRY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
+CONFIG = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=512, max_concurrency=6,
+                        kv_capacity=pk.ExplicitCapacity(3072))
+
+
+def test_the_key_is_shape_and_nothing_else() -> None:
+    """C15.2: no field of the key names a page, a request or a length."""
+    assert {field.name for field in dataclasses.fields(GraphKey)} == {
+        "unit", "route", "batch", "width", "is_masked", "profile", "geometry", "max_context", "scale",
+    }
+    key = key_for(CONFIG, unit="decode", route="decode", batch=2, width=1)
+    assert key == key_for(CONFIG, unit="decode", route="decode", batch=2, width=1)
+    assert key != key_for(CONFIG, unit="decode", route="decode", batch=4, width=1)
+    assert key.scale == 0.125
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)])
+def test_a_batch_runs_in_the_next_power_of_two_or_the_whole_store(rows: int, shape: int) -> None:
+    """Few graphs serve every batch."""
+    assert batch_shape(rows, concurrency=6) == shape
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (16, 16), (17, 32), (100, 100), (64, 64), (65, 100)])
+def test_a_chunk_runs_in_the_next_power_of_two_or_the_whole_chunk(tokens: int, width: int) -> None:
+    """Few graphs serve every prompt."""
+    assert prefill_width(tokens, chunk=100) == width
+
+
+def test_control_buffers_lie_side_by_side_and_unselected_entries_are_inert() -> None:
+    """C11.3, C15.1: one copy carries all selectors; entries beyond the batch have row -1 and no live column."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        control = ControlBuffers(store.device, batch=4, width=2)
+        control.write(np.array([3, 1]), np.array([7, 8], np.int32), np.array([2, 1], np.int32),
+                      np.array([[5, 6], [9, 0]], np.int32))
+        store.device.copy(control.ingress_device, control.ingress_host, store.stream)
+        store.stream.synchronize()
+
+        assert control.table_rows.tolist() == [3, 1, -1, -1]
+        assert control.first_positions.tolist() == [7, 8, 0, 0]
+        assert control.valid_columns.tolist() == [2, 1, 0, 0]
+        assert control.tokens.tolist() == [[5, 6], [9, 0], [0, 0], [0, 0]]
+
+
+def test_addresses_of_a_captured_unit_never_change() -> None:
+    """S14, C15.1: through many replays, activations and finishes, with memory churn between them."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        addresses: list[list[int]] = []
+        for round_index in range(5):
+            sequence = store.activate(prompt_tokens=20 + 50 * round_index, output_tokens=3)
+            loop.prefill(sequence, range(20 + 50 * round_index))
+            for _ in loop.decode([sequence]):
+                junk = store.device.empty((1 << 16,), np.uint8)
+                junk[:] = round_index
+            store.finish(sequence)
+            unit = loop.graphs.unit(key_for(CONFIG, unit="decode", route="decode", batch=1, width=1)).unit
+            arrays = [unit.tokens, unit.next_tokens, unit.table_rows, unit.views["main"][1].k_pages,
+                      store.block_tables["main"], *unit._buffers]
+            addresses.append([store.device.address(array) for array in arrays])
+
+        assert all(seen == addresses[0] for seen in addresses)
+        assert loop.graphs.replays()["decode/decode B=1 W=1 masked bf16"] == 5 * 2
+        store.check()
+
+
+def test_enqueue_must_ask_for_the_same_buffers() -> None:
+    """C15.1: capture may not meet a buffer that warm-up did not make."""
+
+    class Growing:
+        calls = 0
+
+        def enqueue(self, unit: object) -> None:
+            self.calls += 1
+            unit.empty((self.calls,), np.int32)  # type: ignore[attr-defined]
+
+    with pk.open_store(CONFIG, device="cpu") as store:
+        cache = GraphCache(store, Growing())
+        with pytest.raises(pk.MisuseError, match="same buffers"):
+            cache.unit(key_for(CONFIG, unit="decode", route="decode", batch=1, width=1))
+
+        assert not store.stream.is_capturing
+        store.check()

@@ -1,0 +1,236 @@
+"""What a store is built from: pools, capacity, and every configuration that is refused.  (C3.3, C4.5, C5)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pagedkv.config import (
+    Backend,
+    DraftFullBackend,
+    ExplicitCapacity,
+    KVGeometry,
+    MTPBackend,
+    StoreConfig,
+)
+from pagedkv.errors import ConfigError, MisuseError, PagedKVError
+from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, make_config, refused
+
+
+def capacity_config(tokens: int, *, max_context: int = 256, max_concurrency: int = 3) -> StoreConfig:
+    return make_config(max_context=max_context, max_concurrency=max_concurrency, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("max_context", "max_concurrency", "blocks", "pages_min", "pages_max"),
+    [
+        (256, 3, 4, 4, 12),
+        (64, 1, 1, 1, 1),
+        (65, 1, 2, 2, 2),
+        (128, 8, 2, 8, 16),
+        (1, 4, 1, 4, 4),
+        (1000, 2, 16, 16, 32),
+    ],
+)
+def test_capacity_limits_follow_context_and_concurrency(
+    max_context: int, max_concurrency: int, blocks: int, pages_min: int, pages_max: int
+) -> None:
+    """M_min = max(L, C), M_max = C * L.  (C5.1)"""
+    config = make_config(max_context=max_context, max_concurrency=max_concurrency)
+
+    assert config.blocks == blocks
+    assert (config.pages_min, config.pages_max) == (pages_min, pages_max)
+    assert config.main_pages == pages_max
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(256, 4), (257, 5), (320, 5), (321, 6), (767, 12), (768, 12)])
+def test_explicit_capacity_is_rounded_up_to_pages(tokens: int, pages: int) -> None:
+    """M = ceil(K_main / P), from M_min to M_max.  (C5.2)"""
+    assert capacity_config(tokens).main_pages == pages
+
+
+def test_page_rounding_does_not_raise_the_ceiling_of_a_sequence() -> None:
+    """S = 100 stays 100 although its two pages hold 128.  (C5.5)"""
+    config = make_config(max_context=100, max_concurrency=1)
+
+    assert (config.main_pages, config.max_context, config.blocks) == (2, 100, 2)
+
+
+@pytest.mark.parametrize("tokens", [1, 192, 255])
+def test_capacity_below_one_whole_sequence_is_refused(tokens: int) -> None:
+    """K_main >= S: one request can reach its ceiling.  (C5.2, S80)"""
+    with refused(ConfigError, "C5.2", match="at least max_context = 256 tokens"):
+        capacity_config(tokens)
+
+
+@pytest.mark.parametrize("tokens", [769, 832, 1 << 40])
+def test_capacity_above_every_lane_at_its_ceiling_is_refused(tokens: int) -> None:
+    """M <= C * L: more can be used by nobody.  (C5.2)"""
+    with refused(ConfigError, "C5.2", match="4 to 12 pages"):
+        capacity_config(tokens)
+
+
+@pytest.mark.parametrize(("tokens", "is_enough"), [(449, True), (448, False)])
+def test_every_lane_gets_a_page(tokens: int, is_enough: bool) -> None:
+    """M >= C even when L is smaller: 8 lanes of one sequence of 128 tokens.  (C5.1, C5.2)"""
+    if is_enough:
+        assert capacity_config(tokens, max_context=128, max_concurrency=8).main_pages == 8
+    else:
+        with refused(ConfigError, "C5.2", match="8 to 16 pages"):
+            capacity_config(tokens, max_context=128, max_concurrency=8)
+
+
+def test_one_lane_is_a_single_point() -> None:
+    """C = 1: M_min = M_max = L, and nothing else is accepted.  (C5.1, C5.2)"""
+    assert capacity_config(256, max_concurrency=1).main_pages == 4
+    with refused(ConfigError, "C5.2", match="4 to 4 pages"):
+        capacity_config(257, max_concurrency=1)
+
+
+@pytest.mark.parametrize(("draft_window", "lead_pages"), [(1, 0), (2, 8), (5, 8), (15, 8)])
+def test_the_mtp_pool_has_room_for_every_row_to_lead(draft_window: int, lead_pages: int) -> None:
+    """M + C * ceil((K - 1) / P) pages at C = 8: M, M + 8, M + 8.  (C5.6)"""
+    config = make_config(max_context=256, max_concurrency=8, backend=MTPBackend(draft_window))
+    main, draft = config.pools
+
+    assert main.pages == 32
+    assert draft.pages == 32 + lead_pages
+    assert (main.lead_tokens, draft.lead_tokens) == (0, draft_window - 1)
+
+
+def test_the_draft_full_pool_has_as_many_pages_as_main() -> None:
+    """M, and no provisional lead.  (C5.6)"""
+    main, draft = make_config(tokens=320, backend=DraftFullBackend(DRAFT_GEOMETRY)).pools
+
+    assert (main.pages, draft.pages) == (5, 5)
+    assert draft.lead_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [(None, ["main"]), (MTPBackend(3), ["main", "mtp"]), (DraftFullBackend(DRAFT_GEOMETRY), ["main", "draft"])],
+)
+def test_a_backend_brings_at_most_one_pool(backend: Backend | None, names: list[str]) -> None:
+    """Main first; backends exclude each other.  (C3.3)"""
+    assert [pool.name for pool in make_config(backend=backend).pools] == names
+
+
+def test_main_and_mtp_share_profile_order_and_heads() -> None:
+    """The engine's profile, page-major; the draft has its own layers.  (C3.4)"""
+    config = StoreConfig(
+        KVGeometry(5, 8, 2, 128), profile="k8v4", max_context=128, max_concurrency=1,
+        kv_capacity=ExplicitCapacity(128), backend=MTPBackend(2, layers=3),
+    )  # fmt: skip
+    main, draft = config.pools
+
+    assert [(pool.profile.name, pool.order) for pool in (main, draft)] == [("k8v4", "page-major")] * 2
+    assert (main.geometry.layers, draft.geometry.layers) == (5, 3)
+    assert draft.geometry.kv_heads == main.geometry.kv_heads
+
+
+def test_draft_full_is_bf16_and_head_major_whatever_the_engine_uses() -> None:
+    """Its own profile, geometry and order.  (C3.4)"""
+    config = StoreConfig(
+        KVGeometry(5, 8, 2, 128), profile="int8-g64", max_context=128, max_concurrency=1,
+        kv_capacity=ExplicitCapacity(128), backend=DraftFullBackend(DRAFT_GEOMETRY),
+    )  # fmt: skip
+
+    draft = config.pools[1]
+    assert (draft.profile.name, draft.order, draft.geometry) == ("bf16", "head-major", DRAFT_GEOMETRY)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 12, 16])
+def test_every_group_size_from_1_to_16_is_served(group: int) -> None:
+    """Any integer Hq / Hkv.  (C4.5, S74)"""
+    assert KVGeometry(1, 3 * group, 3, 64).group_size == group
+
+
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(17, 1), (24, 1), (32, 1), (4, 3), (2, 4), (1, 2)])
+def test_other_group_sizes_are_refused_at_construction(query_heads: int, kv_heads: int) -> None:
+    """17 and more, fractions, and fewer query heads than KV heads.  (C4.5, S74)"""
+    with refused(ConfigError, "C4.5", match="times 1 to 16"):
+        KVGeometry(1, query_heads, kv_heads, 64)
+
+
+def geometry_with(**changed: object) -> Callable[[], object]:
+    values: dict[str, object] = {"layers": 1, "query_heads": 4, "kv_heads": 2, "head_dim": 64}
+    return lambda: KVGeometry(**(values | changed))  # type: ignore[arg-type]
+
+
+def store_with(**changed: object) -> Callable[[], object]:
+    values: dict[str, object] = {
+        "profile": "bf16", "max_context": 256, "max_concurrency": 2, "kv_capacity": ExplicitCapacity(512),
+    }  # fmt: skip
+    geometry = changed.pop("geometry", GEOMETRY)
+    return lambda: StoreConfig(geometry, **(values | changed))  # type: ignore[arg-type]
+
+
+REFUSED: list[tuple[str, Callable[[], object], str]] = [
+    ("no layers", geometry_with(layers=0), "C4.5"),
+    ("too many layers", geometry_with(layers=4097), "C4.5"),
+    ("layers of another type", geometry_with(layers=1.0), "C4.5"),
+    ("no query heads", geometry_with(query_heads=0), "C4.5"),
+    ("no KV heads", geometry_with(kv_heads=0), "C4.5"),
+    ("negative KV heads", geometry_with(kv_heads=-2), "C4.5"),
+    ("head_dim zero", geometry_with(head_dim=0), "C4.5"),
+    ("head_dim true", geometry_with(head_dim=True), "C4.5"),
+    ("no geometry", store_with(geometry=None), "C4.5"),
+    ("head_dim that bf16 lacks", store_with(geometry=KVGeometry(1, 4, 2, 72)), "C4.5"),
+    ("head_dim that int8 lacks", store_with(profile="int8-g64", geometry=KVGeometry(1, 4, 2, 96)), "C4.5"),
+    ("an unknown profile", store_with(profile="fp16"), "C4.1"),
+    ("no context", store_with(max_context=0), "C5.1"),
+    ("negative context", store_with(max_context=-64), "C5.1"),
+    ("a context beyond int32 positions", store_with(max_context=(1 << 30) + 1), "C5.1"),
+    ("context of another type", store_with(max_context="256"), "C5.1"),
+    ("no concurrency", store_with(max_concurrency=0), "C5.1"),
+    ("too much concurrency", store_with(max_concurrency=4097), "C5.1"),
+    ("capacity as a number", store_with(kv_capacity=512), "C5.2"),
+    ("no capacity", store_with(kv_capacity=None), "C5.2"),
+    ("an unknown backend", store_with(backend="mtp"), "C3.3"),
+    ("a draft window of zero", lambda: MTPBackend(0), "C5.6"),
+    ("a draft window beyond the verify width", lambda: MTPBackend(16), "C5.6"),
+    ("a fractional draft window", lambda: MTPBackend(2.5), "C5.6"),  # type: ignore[arg-type]
+    ("a draft without layers", lambda: MTPBackend(2, layers=0), "C3.3"),
+    ("a draft with too many layers", lambda: MTPBackend(2, layers=65), "C3.3"),
+    ("a draft without geometry", lambda: DraftFullBackend(None), "C3.4"),  # type: ignore[arg-type]
+    ("a draft with a head_dim of no kernel", lambda: DraftFullBackend(KVGeometry(1, 8, 4, 40)), "C4.5"),
+    ("capacity of zero tokens", lambda: ExplicitCapacity(0), "C5.2"),
+    ("negative capacity", lambda: ExplicitCapacity(-64), "C5.2"),
+    ("fractional capacity", lambda: ExplicitCapacity(64.0), "C5.2"),  # type: ignore[arg-type]
+    ("absurd capacity", lambda: ExplicitCapacity((1 << 40) + 1), "C5.2"),
+]
+
+
+@pytest.mark.parametrize(("build", "clause"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_a_configuration_that_cannot_be_honoured_is_refused(build: Callable[[], object], clause: str) -> None:
+    """At construction, with the clause that decides; a ConfigError is a MisuseError and a ValueError.  (C4.5, C5)"""
+    with refused(ConfigError, clause) as caught:
+        build()
+    assert isinstance(caught.value, MisuseError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_refusal_has_four_parts_and_a_clause() -> None:
+    """What was refused, expected, got, what to do: as text and as attributes."""
+    with refused(ConfigError, "C5.2") as caught:
+        capacity_config(128)
+
+    error: PagedKVError = caught.value
+    assert str(error) == (
+        "kv_capacity was refused: expected at least max_context = 256 tokens, got 128 tokens; "
+        "raise kv_capacity or lower max_context: one sequence must be able to reach it. (C5.2)"
+    )
+    assert (error.refused, error.got) == ("kv_capacity", "128 tokens")
+
+
+def test_a_configuration_is_a_value() -> None:
+    """Aliases compare equal to names, and nothing can be changed later.  (C0)"""
+    config = make_config()
+
+    assert config == make_config()
+    assert StoreConfig(
+        GEOMETRY, profile="BF16", max_context=256, max_concurrency=2, kv_capacity=ExplicitCapacity(512)
+    ) == make_config()  # fmt: skip
+    with pytest.raises(AttributeError):
+        config.max_context = 512  # type: ignore[misc]

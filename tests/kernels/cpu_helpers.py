@@ -1,0 +1,53 @@
+"""Small tools for the tests of the cpu device: embedder modules from text, and devices that announce nothing.
+
+Read next: `test_cpu_threads.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu_compiler import Compiler
+from pagedkv.devices.cpu_kernels import CpuKernel
+from pagedkv.devices.protocol import ModuleSpec
+
+ORDERS = ("ascending", "descending", "random")
+
+
+@contextmanager
+def cpu_device(
+    order: str = "ascending",
+    *,
+    seed: int = 0,
+    threads: int | None = 1,
+    checks: str = "",
+    compiler: Compiler | None = None,
+    spin_seconds: float = 10.0,
+) -> Iterator[CpuDevice]:
+    """Open a quiet device and close it, canaries checked."""
+    device = CpuDevice(
+        order=order,
+        seed=seed,
+        threads=threads,
+        checks=checks,
+        compiler=compiler,
+        announce=lambda line: None,
+        spin_seconds=spin_seconds,
+    )
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def kernel(device: CpuDevice, name: str, text: str) -> CpuKernel:
+    """Compile a text that defines one kernel, and give it."""
+    return device.load(ModuleSpec(f"test_{name}", text=text, kernels=(name,))).kernel(name)
+
+
+def launch(device: CpuDevice, name: str, text: str, grid: int, block: int, arguments: Sequence[Any] = ()) -> None:
+    """Compile a text and run its kernel once on a stream of its own."""
+    kernel(device, name, text).launch((grid, 1, 1), (block, 1, 1), arguments, device.stream())

@@ -1,0 +1,180 @@
+"""A small paged cache for kernel tests: planes full of noise, a scattered block table, and what must not change.
+
+The page ids are never neighbours (2p + 1 by default), planes start as random bytes, and `host_planes` copies all of
+them, so that one comparison of whole planes says both "the right bytes" and "no other byte".
+
+Read next: `test_append.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv import codecs
+from pagedkv.devices.protocol import Array, Device, Stream
+from pagedkv.ops import AttentionShape, Ops, Route, workspace_bytes
+from pagedkv.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.views import PagedKVBatchLayerView
+
+Bits = npt.NDArray[np.uint16]
+Table = npt.NDArray[np.int32]
+HostPlanes = dict[str, npt.NDArray[Any]]
+
+MARK_BF16 = 0x7FC1
+"""What output buffers hold before a kernel writes them: a NaN that no kernel produces."""
+
+
+def scattered_table(rows: int, blocks: int, *, permutation: np.random.Generator | None = None) -> Table:
+    """Return a (rows, blocks) table of distinct odd page ids: 2p + 1, or a permutation of these."""
+    ids = np.arange(rows * blocks, dtype=np.int32)
+    if permutation is not None:
+        ids = permutation.permutation(ids).astype(np.int32)
+    return (2 * ids + 1).reshape(rows, blocks)
+
+
+def bf16_noise(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> Bits:
+    """Return Gaussian BF16 values of the given root mean square, as bits."""
+    return codecs.f32_to_bf16((rng.standard_normal(shape) * scale).astype(np.float32))
+
+
+@dataclass
+class PagedCache:
+    """Planes of one layer on a device, and the ops that use them."""
+
+    device: Device
+    ops: Ops
+    stream: Stream
+    view: PagedKVBatchLayerView
+    geometries: tuple[PlaneGeometry, ...]
+    table: Table
+
+    @classmethod
+    def build(
+        cls, device: Device, profile: str, *, head_dim: int = 64, kv_heads: int = 2, order: PageOrder = "page-major",
+        table: Table, rng: np.random.Generator, ops: Ops | None = None, max_context: int | None = None,
+    ) -> PagedCache:
+        """Make a cache whose planes hold random bytes; it has pages for every id of the table, and one more."""
+        stream = device.stream()
+        geometries = plane_inventory(
+            profile, layers=1, kv_heads=kv_heads, head_dim=head_dim, pages=int(table.max()) + 2, order=order
+        )
+        planes: dict[str, Array] = {}
+        for geometry in geometries:
+            planes[geometry.role] = device.empty(geometry.shape, geometry.dtype)
+            noise = rng.integers(0, 256, geometry.span_bytes, dtype=np.uint8)
+            device.copy(planes[geometry.role], noise.view(geometry.dtype).reshape(geometry.shape), stream)
+        view = PagedKVBatchLayerView(
+            k_pages=planes["k_code"], v_pages=planes["v_code"], k_scales=planes.get("k_scale"),
+            v_scales=planes.get("v_scale"), block_table=to_device(device, stream, table), head_dim=head_dim,
+            kv_heads=kv_heads, profile=profile, order=order,  # type: ignore[arg-type]
+            max_context=max_context or 64 * table.shape[1],
+        )  # fmt: skip
+        return cls(device, ops or Ops(device), stream, view, geometries, table)
+
+    def put(self, array: npt.NDArray[Any]) -> Array:
+        """Copy a host array to the device."""
+        return to_device(self.device, self.stream, array)
+
+    def get(self, array: Array) -> npt.NDArray[Any]:
+        """Copy a device array to the host, after everything on the stream."""
+        host = np.empty(array.shape, array.dtype)
+        self.device.copy(host, array, self.stream)
+        self.stream.synchronize()
+        return host
+
+    def ints(self, values: list[int]) -> Array:
+        """Return a device array of int32 selectors."""
+        return self.put(np.array(values, np.int32))
+
+    def host_planes(self) -> HostPlanes:
+        """Copy every plane to the host, by role."""
+        planes = (self.view.k_pages, self.view.v_pages, self.view.k_scales, self.view.v_scales)
+        roles = ("k_code", "v_code", "k_scale", "v_scale")
+        return {role: self.get(plane) for role, plane in zip(roles, planes, strict=True) if plane is not None}
+
+    def append(
+        self, k: Bits, v: Bits, first_positions: list[int], table_rows: list[int],
+        valid_columns: list[int] | None = None,
+    ) -> None:
+        """Append host rows (B, W, Hkv, D)."""
+        valid = None if valid_columns is None else self.ints(valid_columns)
+        self.ops.append(self.view, self.put(k), self.put(v), self.ints(first_positions), self.ints(table_rows),
+                        valid_columns=valid, stream=self.stream)  # fmt: skip
+
+    def fill(self, rng: np.random.Generator, row: int, tokens: int, scale: float = 1.0) -> None:
+        """Append noise at positions [0, tokens) of a table row."""
+        if tokens:
+            shape = (1, tokens, self.view.kv_heads, self.view.head_dim)
+            self.append(bf16_noise(rng, shape, scale), bf16_noise(rng, shape, scale), [0], [row])
+
+    def with_rows(
+        self, planes: HostPlanes, k: Bits, v: Bits, first_positions: list[int], table_rows: list[int],
+        live_columns: list[int],
+    ) -> HostPlanes:
+        """Return host planes as they must be after an append of the live columns, by `pagedkv.codecs`."""
+        expected = {role: plane.copy() for role, plane in planes.items()}
+        head_dim = self.view.head_dim
+        for kind, rows in (("k", k), ("v", v)):
+            code, scale = codecs.encode(self.view.profile, kind, rows.reshape(-1, head_dim))  # type: ignore[arg-type]
+            for role, encoded in ((f"{kind}_code", code), (f"{kind}_scale", scale)):
+                if encoded is None:
+                    continue
+                target = expected[role]
+                values = encoded.view(target.dtype).reshape(*rows.shape[:3], -1)
+                for entry, live in enumerate(live_columns):
+                    for column in range(live):
+                        position = first_positions[entry] + column
+                        page = self.table[table_rows[entry], position // 64]
+                        for head in range(self.view.kv_heads):
+                            place = (page, head) if self.view.order == "page-major" else (head, page)
+                            target[(*place, position % 64)] = values[entry, column, head]
+        return expected
+
+    def attend(
+        self, q: Bits, first_positions: list[int], table_rows: list[int], *, route: Route,
+        new_rows: tuple[Bits, Bits] | None = None, valid_columns: list[int] | None = None, scale: float | None = None,
+        with_lse: bool = False,
+    ) -> tuple[Bits, npt.NDArray[np.float32] | None]:
+        """Run causal attention of host queries (B, W, Hq, D); `new_rows` (k, v) are appended first."""
+        out = self.put(np.full(q.shape, MARK_BF16, np.uint16))
+        lse = self.put(np.full(q.shape[:3], np.float32(np.nan))) if with_lse else None
+        batch, width, query_heads, head_dim = q.shape
+        shape = AttentionShape(route, batch, width, query_heads, self.view.kv_heads, head_dim, self.view.max_context)
+        needed = workspace_bytes(shape)
+        workspace = self.device.empty((needed,), np.uint8) if needed else None
+        selectors = (self.ints(first_positions), self.ints(table_rows))
+        valid = None if valid_columns is None else self.ints(valid_columns)
+        if new_rows is None:
+            self.ops.causal_attention_cached(
+                self.view, self.put(q), out, *selectors, route=route, valid_columns=valid, scale=scale, lse=lse,
+                workspace=workspace, stream=self.stream,
+            )  # fmt: skip
+        else:
+            self.ops.causal_attention(
+                self.view, self.put(q), self.put(new_rows[0]), self.put(new_rows[1]), out, *selectors, route=route,
+                valid_columns=valid, scale=scale, lse=lse, workspace=workspace, stream=self.stream,
+            )  # fmt: skip
+        return self.get(out), None if lse is None else self.get(lse)
+
+
+def to_device(device: Device, stream: Stream, array: npt.NDArray[Any]) -> Array:
+    """Copy a host array to a device array of its own."""
+    target = device.empty(array.shape, array.dtype)
+    device.copy(target, np.ascontiguousarray(array), stream)
+    return target
+
+
+def assert_same_planes(expected: HostPlanes, found: HostPlanes) -> None:
+    """Compare every byte of every plane; say where the first difference lies."""
+    assert expected.keys() == found.keys()
+    for role, plane in expected.items():
+        different = np.argwhere(plane != found[role])
+        first = tuple(different[0].tolist()) if len(different) else ()
+        assert not len(different), (
+            f"{role}: {len(different)} elements differ, the first at {first}: "
+            f"expected {plane[first]!r}, got {found[role][first]!r}"
+        )

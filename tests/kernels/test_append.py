@@ -1,0 +1,303 @@
+"""append and append_prefix: the codec's bytes at the rows they address, and no other byte.  (C4.4, C14.4)
+
+Every comparison is of whole planes, which were full of noise before: neighbouring pages, heads and rows are guards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedkv import codecs
+from pagedkv.devices.protocol import Device
+from pagedkv.errors import ConfigError, MisuseError
+from pagedkv.ops import Ops
+from pagedkv.planes import PageOrder
+from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES
+from tests.host.codec_cases import F32, QUANTIZED_SIDES, Side, next_down, next_up, row_of
+from tests.kernels.paged_cache import (
+    PagedCache,
+    assert_same_planes,
+    bf16_noise,
+    scattered_table,
+    to_device,
+)
+from tests.oracle import codec_oracle
+
+VARIANTS = [
+    (profile.name, head_dim)
+    for profile in PROFILES.values()
+    for head_dim in (HEAD_DIMS_QUANTIZED if profile.is_quantized else (16, 64, 80, 96, 128, 192, 256))
+]
+BF16_NAN, BF16_INFINITY, BF16_LARGEST = 0x7FC0, 0x7F80, 0x7F7F
+
+
+@pytest.fixture
+def ops(device: Device) -> Ops:
+    return Ops(device)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
+def test_an_append_across_a_page_writes_the_codec_bytes_and_no_other(
+    device: Device, rng: np.random.Generator, profile: str, head_dim: int
+) -> None:
+    """C4.4: three columns from position 63, pages 2p + 1; every plane equals `codecs.encode` placed by hand."""
+    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 3), rng=rng)
+    before = cache.host_planes()
+    k, v = (bf16_noise(rng, (1, 3, 2, head_dim)) for _ in "kv")
+
+    cache.append(k, v, [63], [0])
+
+    assert_same_planes(cache.with_rows(before, k, v, [63], [0], [3]), cache.host_planes())
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_long_append_writes_the_codec_bytes_and_no_other(
+    device: Device, rng: np.random.Generator, profile: str
+) -> None:
+    """C4.4: 129 columns from position 61 touch three pages."""
+    cache = PagedCache.build(device, profile, table=scattered_table(2, 4, permutation=rng), rng=rng)
+    before = cache.host_planes()
+    k, v = (bf16_noise(rng, (1, 129, 2, 64)) for _ in "kv")
+
+    cache.append(k, v, [61], [1])
+
+    assert_same_planes(cache.with_rows(before, k, v, [61], [1], [129]), cache.host_planes())
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_bytes_equal_the_oracle_written_apart(device: Device, rng: np.random.Generator, profile: str) -> None:
+    """codecs 1-5: a few rows, element by element in exact arithmetic."""
+    cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 1), rng=rng)
+    k, v = (bf16_noise(rng, (1, 2, 1, 64)) for _ in "kv")
+
+    cache.append(k, v, [5], [0])
+
+    planes = cache.host_planes()
+    for kind, rows in (("k", k), ("v", v)):
+        for column in range(2):
+            expected = codec_oracle.encode_row(profile, kind, rows[0, column, 0].tolist())
+            assert planes[f"{kind}_code"][1, 0, 5 + column].tobytes() == expected.code
+            if expected.scale is not None:
+                assert planes[f"{kind}_scale"][1, 0, 5 + column].tobytes() == expected.scale
+
+
+@pytest.mark.parametrize("order", ["page-major", "head-major"])
+@pytest.mark.parametrize("profile", ["bf16", "k8v4"])
+def test_both_page_orders_are_addressed(
+    device: Device, rng: np.random.Generator, profile: str, order: PageOrder
+) -> None:
+    """C3.7, C3.8: the same rows through head and page strides of either order; an odd head count."""
+    cache = PagedCache.build(device, profile, kv_heads=3, order=order, table=scattered_table(2, 2), rng=rng)
+    before = cache.host_planes()
+    k, v = (bf16_noise(rng, (2, 4, 3, 64)) for _ in "kv")
+
+    cache.append(k, v, [62, 0], [1, 0])
+
+    assert_same_planes(cache.with_rows(before, k, v, [62, 0], [1, 0], [4, 4]), cache.host_planes())
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_dead_columns_and_inert_entries_change_nothing(
+    device: Device, rng: np.random.Generator, profile: str
+) -> None:
+    """C14.4: live columns are a prefix; an entry without any may have table row -1; dead inputs are NaN."""
+    cache = PagedCache.build(device, profile, table=scattered_table(3, 2), rng=rng)
+    before = cache.host_planes()
+    k, v = (bf16_noise(rng, (3, 5, 2, 64)) for _ in "kv")
+    live = [5, 0, 2]
+    for rows, (entry, count) in itertools.product((k, v), enumerate(live)):
+        rows[entry, count:] = BF16_NAN
+
+    cache.append(k, v, [60, 7, 126], [2, -1, 0], live)
+
+    assert_same_planes(cache.with_rows(before, k, v, [60, 7, 126], [2, -1, 0], live), cache.host_planes())
+
+
+@pytest.mark.parametrize("order", ["page-major", "head-major"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_prefix_append_never_touches_the_rejected_tail(
+    device: Device, rng: np.random.Generator, profile: str, order: PageOrder
+) -> None:
+    """C14.4: counts 0, 1, 7, 16 at positions 0, 63, 60, 120, rejected inputs NaN."""
+    cache = PagedCache.build(device, profile, order=order, table=scattered_table(4, 3), rng=rng)
+    before = cache.host_planes()
+    counts, positions, rows = [0, 1, 7, 16], [0, 63, 60, 120], [3, 1, 0, 2]
+    k, v = (bf16_noise(rng, (4, 16, 2, 64)) for _ in "kv")
+    for inputs, (entry, count) in itertools.product((k, v), enumerate(counts)):
+        inputs[entry, count:] = BF16_NAN
+
+    cache.ops.append_prefix(
+        cache.view, cache.put(k), cache.put(v), cache.ints(positions), cache.ints(counts), cache.ints(rows),
+        stream=cache.stream,
+    )  # fmt: skip
+
+    assert_same_planes(cache.with_rows(before, k, v, positions, rows, counts), cache.host_planes())
+
+
+@pytest.mark.parametrize("width", [1, 2, 16, 17, 65, 127, 128])
+def test_every_width_covers_every_row_once(device: Device, rng: np.random.Generator, width: int) -> None:
+    """C14.4: widths around warps and pages, with a batch that does not fill the last block."""
+    cache = PagedCache.build(device, "int8-g64", table=scattered_table(3, 3), rng=rng)
+    before = cache.host_planes()
+    k, v = (bf16_noise(rng, (3, width, 2, 64)) for _ in "kv")
+
+    cache.append(k, v, [0, 1, 63], [1, 2, 0])
+
+    assert_same_planes(cache.with_rows(before, k, v, [0, 1, 63], [1, 2, 0], [width] * 3), cache.host_planes())
+
+
+# ---- codec edges ---------------------------------------------------------------------------------------------------
+
+
+def edge_rows(head_dim: int, rng: np.random.Generator) -> F32:
+    """Rows of codecs 6 and 8, one case a row, in the first, a middle and the last group."""
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    rows = [
+        row_of({}, head_dim),
+        row_of({}, head_dim, fill=-0.0),
+        row_of([*magnitudes, *(-m for m in magnitudes)], head_dim),
+        row_of([6.0, *ties, -6.0, *(-t for t in ties)], head_dim),
+        row_of([6.0, *map(next_up, ties), -6.0, *map(next_down, ties)], head_dim),
+        row_of({0: 49.0, 1: 0.0013885498046875, head_dim - 1: -0.0013885498046875}, head_dim),
+        row_of({0: 422.0, 7: -421.0, 9: 1.0}, head_dim),
+        row_of([2.0**-20, -(2.0**-20), 3 * 2.0**-21, 2.0**-24, 2.0**-30], head_dim),
+    ]
+    nonfinite = [np.nan, np.inf, -np.inf]
+    beyond = [3.0e38, 8.4e6, 448.0 * 65504.0, next_up(448.0 * 65504.0), 2688.0, next_up(2688.0), 3072.0, 1.0e30]
+    tiny = [1.0e-45, 2.0**-126, 2.0**-9 * 6, 2.0**-10 * 6, 2.0**-24 * 448, 2.0**-25 * 448, 6.375, 127 * 2.0**-25]
+    for place, value in itertools.product((0, head_dim // 2 + 3, head_dim - 1), (*nonfinite, *beyond, *tiny, -1.0)):
+        row = np.ones((1, head_dim), np.float32) if np.isnan(value) else np.zeros((1, head_dim), np.float32)
+        row[0, place] = value
+        rows.append(row)
+    for exponent in (-40, -20, -8, 0, 8, 20, 40):
+        noise = rng.standard_normal((16, head_dim)).astype(np.float32)
+        rows.append(noise * np.float32(2.0**exponent))
+    bits = rng.integers(0, 1 << 32, (64, head_dim), dtype=np.uint32).view(np.float32)
+    rows.append(np.where(np.isfinite(bits), bits, np.float32(1.0)))
+    return np.concatenate(rows).astype(np.float32)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS_QUANTIZED)
+@pytest.mark.parametrize("side", QUANTIZED_SIDES, ids="-".join)
+def test_encoding_without_rotation_equals_the_codec(
+    device: Device, ops: Ops, rng: np.random.Generator, side: Side, head_dim: int
+) -> None:
+    """codecs 6 and 8: every edge, through the entry that does not rotate."""
+    values = edge_rows(head_dim, rng)
+    code, scale = codecs.encode_unrotated(*side, values)
+    assert scale is not None
+    stream = device.stream()
+    codes, scales = device.empty(code.shape, np.uint8), device.empty(scale.shape, np.uint8)
+
+    ops.encode_unrotated(*side, to_device(device, stream, values), codes, scales, stream=stream)
+
+    got_code, got_scale = np.empty_like(code), np.empty_like(scale)
+    device.copy(got_code, codes, stream)
+    device.copy(got_scale, scales, stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(scale, got_scale)
+    np.testing.assert_array_equal(code, got_code)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("profile", [p.name for p in PROFILES.values() if p.is_quantized])
+def test_edges_survive_rotation(device: Device, rng: np.random.Generator, profile: str, head_dim: int) -> None:
+    """codecs 6 and 8: constant rows and non-finite values in the first, middle and last token and head."""
+    cache = PagedCache.build(device, profile, head_dim=head_dim, kv_heads=3, table=scattered_table(1, 1), rng=rng)
+    before = cache.host_planes()
+    k, v = (bf16_noise(rng, (1, 9, 3, head_dim)) for _ in "kv")
+    special = (BF16_NAN, BF16_INFINITY, BF16_INFINITY | 0x8000, BF16_LARGEST, 0x0000, 0x8000, 0x0001)
+    for index, bits in enumerate(special):
+        place = (0, (0, 4, 8)[index % 3], index % 3)
+        k[(*place, (0, head_dim // 2, head_dim - 1)[index % 3])] = bits
+        v[(*place, (head_dim - 1, 0, head_dim // 2)[index % 3])] = bits
+    k[0, 1, :] = [[0x3F80] * head_dim, [0x0000] * head_dim, [0x8000] * head_dim]
+    v[0, 1, :] = [[0xC2F7] * head_dim, [0x7F7F] * head_dim, [0x0001] * head_dim]
+
+    cache.append(k, v, [0], [0])
+
+    assert_same_planes(cache.with_rows(before, k, v, [0], [0], [9]), cache.host_planes())
+
+
+def test_bf16_rows_keep_every_bit(device: Device, rng: np.random.Generator) -> None:
+    """codecs 2: NaN payloads, infinities and signed zeros survive; all 65,536 patterns."""
+    cache = PagedCache.build(device, "bf16", head_dim=256, kv_heads=4, table=scattered_table(1, 1), rng=rng)
+    rows = np.arange(1 << 16, dtype=np.uint16).reshape(1, 64, 4, 256)
+
+    cache.append(rows, rows[:, ::-1].copy(), [0], [0])
+
+    planes = cache.host_planes()
+    np.testing.assert_array_equal(rows[0], planes["k_code"][1].transpose(1, 0, 2))
+    np.testing.assert_array_equal(rows[0, ::-1], planes["v_code"][1].transpose(1, 0, 2))
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"k": np.zeros((1, 2, 2, 64), np.float32)}, "k was refused"),
+        ({"k": np.zeros((1, 2, 2, 128), np.uint16)}, "k was refused"),
+        ({"k": np.zeros((1, 0, 2, 64), np.uint16)}, "k was refused"),
+        ({"v": np.zeros((1, 3, 2, 64), np.uint16)}, "v was refused"),
+        ({"first_positions": np.zeros(1, np.int64)}, "first_positions was refused"),
+        ({"table_rows": np.zeros(2, np.int32)}, "table_rows was refused"),
+        ({"valid_columns": np.zeros((1, 1), np.int32)}, "valid_columns was refused"),
+        ({"k": np.zeros((1, 129, 2, 64), np.uint16), "v": np.zeros((1, 129, 2, 64), np.uint16)}, "dense call"),
+    ],
+)  # fmt: skip
+def test_a_refused_append_changes_nothing(
+    device: Device, rng: np.random.Generator, wrong: dict[str, Any], named: str
+) -> None:
+    """C14.2: dtype, shape and envelope are checked before the launch; the message names the argument."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 2), rng=rng)
+    before = cache.host_planes()
+    arguments: dict[str, Any] = {
+        "k": np.zeros((1, 2, 2, 64), np.uint16),
+        "v": np.zeros((1, 2, 2, 64), np.uint16),
+        "first_positions": np.zeros(1, np.int32),
+        "table_rows": np.zeros(1, np.int32),
+        **wrong,
+    }
+    on_device = {name: cache.put(array) for name, array in arguments.items()}
+
+    with pytest.raises(MisuseError, match=named):
+        cache.ops.append(cache.view, **on_device, stream=cache.stream)
+
+    assert_same_planes(before, cache.host_planes())
+
+
+def test_rows_that_overlap_the_cache_are_refused(device: Device, rng: np.random.Generator) -> None:
+    """C14.2: k may not lie inside the plane that is written; a strided k is refused too."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 2), rng=rng)
+    selectors = (cache.ints([0]), cache.ints([0]))
+    rows = cache.put(np.zeros((1, 2, 2, 64), np.uint16))
+    inside = cache.view.k_pages.reshape(-1)[:256].reshape(1, 2, 2, 64)
+
+    with pytest.raises(MisuseError, match="share no byte"):
+        cache.ops.append(cache.view, inside, rows, *selectors, stream=cache.stream)
+    with pytest.raises(MisuseError, match="not C-contiguous"):
+        cache.ops.append(cache.view, rows[:, :, ::-1], rows, *selectors, stream=cache.stream)
+
+
+def test_the_edge_entry_refuses_what_has_no_codec(device: Device, ops: Ops) -> None:
+    """codecs 2 and 6: bf16 rows are copied, and another head_dim is no row."""
+    stream = device.stream()
+    rows, bytes_ = device.zeros((1, 64), np.float32), device.zeros((1, 64), np.uint8)
+
+    with pytest.raises(MisuseError, match="quantized profile"):
+        ops.encode_unrotated("bf16", "k", rows, bytes_, bytes_, stream=stream)
+    with pytest.raises(ConfigError, match="head_dim"):
+        ops.encode_unrotated("int8-g64", "k", device.zeros((1, 80), np.float32), bytes_, bytes_, stream=stream)
+    with pytest.raises(MisuseError, match="the scales"):
+        ops.encode_unrotated("int8-g64", "k", rows, bytes_, bytes_, stream=stream)
+

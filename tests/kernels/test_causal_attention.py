@@ -1,0 +1,448 @@
+"""causal_attention: the numerical criterion, masks, stale bytes, refusals.  (C14.2, C14.4, C14.5, codecs 7)
+
+Read next: `test_attention_invariance.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pagedkv import ops as ops_module
+from pagedkv.devices.protocol import Device, ModuleSpec
+from pagedkv.errors import MisuseError
+from pagedkv.ops import AttentionShape, Ops, Route, key_groups, workspace_bytes
+from pagedkv.profiles import PROFILES
+from tests.checkout import ROOT
+from tests.kernels.paged_cache import Bits, PagedCache, assert_same_planes, bf16_noise, scattered_table, to_device
+from tests.oracle.attention_oracle import CRITERIA, attend, stored_rows
+
+ROUTES: list[Route] = ["decode", "prefill"]
+VARIANTS = [("bf16", 64), ("bf16", 80), ("int8-g64", 128), ("fp8-e4m3-row", 256), ("nvfp4-g16", 64), ("k8v4", 128)]
+BF16_NAN = 0x7FC0
+
+
+def check_against_oracle(
+    cache: PagedCache, q: Bits, out: Bits, lse: npt.NDArray[np.float32] | None, *, position: int, row: int = 0,
+    scale: float | None = None,
+) -> float:
+    """Compare the columns of one batch entry (W, Hq, D) with FP64 attention over what the cache now holds."""
+    view = cache.view
+    positions = [position + column for column in range(q.shape[0])]
+    rows = stored_rows(
+        view.profile.name, cache.host_planes(), order=view.order, pages=cache.table[row].tolist(),
+        tokens=positions[-1] + 1, kv_heads=view.kv_heads, head_dim=view.head_dim,
+    )  # fmt: skip
+    factor = view.head_dim**-0.5 if scale is None else scale
+    reference, reference_lse = attend(view.profile.name, q, rows, positions=positions, scale=factor)
+    if lse is not None:
+        np.testing.assert_allclose(lse, reference_lse, rtol=2e-6, atol=2e-6)
+    return CRITERIA[view.profile.name].assert_met(out, reference)
+
+
+# ---- the criterion -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, 1, 31, 32, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
+def test_a_decode_step_meets_the_criterion(
+    device: Device, rng: np.random.Generator, profile: str, head_dim: int, position: int
+) -> None:
+    """codecs 7: W = 1 around pages, group 3, unit RMS; the row is appended by the same call."""
+    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(2, 3, permutation=rng), rng=rng)
+    cache.fill(rng, 1, position)
+    q, k, v = (bf16_noise(rng, (1, 1, heads, head_dim)) for heads in (6, 2, 2))
+
+    out, lse = cache.attend(q, [position], [1], route="decode", new_rows=(k, v), with_lse=True)
+
+    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=position, row=1)
+
+
+@pytest.mark.parametrize(("route", "width", "position"), [
+    ("decode", 6, 61), ("decode", 6, 17), ("decode", 7, 17), ("decode", 16, 120), ("prefill", 17, 31),
+    ("prefill", 66, 63), ("prefill", 5, 0),
+])  # fmt: skip
+@pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
+def test_several_columns_meet_the_criterion(
+    device: Device, rng: np.random.Generator, profile: str, head_dim: int, route: Route, width: int, position: int
+) -> None:
+    """codecs 7: verify widths and prefill chunks that cross pages."""
+    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 3), rng=rng)
+    cache.fill(rng, 0, position)
+    q, k, v = (bf16_noise(rng, (1, width, heads, head_dim)) for heads in (8, 2, 2))
+
+    out, lse = cache.attend(q, [position], [0], route=route, new_rows=(k, v), with_lse=True)
+
+    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=position)
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.8])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_other_input_ranges_meet_the_criterion(
+    device: Device, rng: np.random.Generator, profile: str, scale: float
+) -> None:
+    """codecs 7: the narrow set, and RMS 1.8 at W = 16."""
+    cache = PagedCache.build(device, profile, table=scattered_table(1, 3), rng=rng)
+    cache.fill(rng, 0, 100, scale)
+    q, k, v = (bf16_noise(rng, (1, 16, heads, 64), scale) for heads in (2, 2, 2))
+
+    out, _ = cache.attend(q, [100], [0], route="decode", new_rows=(k, v))
+
+    check_against_oracle(cache, q[0], out[0], None, position=100)
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4, 6, 8, 16])
+def test_every_group_size_reads_its_own_kv_head(device: Device, rng: np.random.Generator, group_size: int) -> None:
+    """C4.5: query head h reads KV head h // (Hq / Hkv), for tiles that hold parts of columns."""
+    cache = PagedCache.build(device, "bf16", kv_heads=3, table=scattered_table(1, 2), rng=rng)
+    cache.fill(rng, 0, 70)
+    q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (3 * group_size, 3, 3))
+
+    out, _ = cache.attend(q, [70], [0], route="decode", new_rows=(k, v))
+
+    check_against_oracle(cache, q[0], out[0], None, position=70)
+
+
+@pytest.mark.parametrize("position", [510, 511, 512, 1023, 1024, 1025, 4095, 4096])
+@pytest.mark.parametrize("profile", ["bf16", "k8v4"])
+def test_contexts_of_several_key_groups_meet_the_criterion(
+    device: Device, rng: np.random.Generator, profile: str, position: int
+) -> None:
+    """C14.6: around the ends of key groups, where decode leaves partial results to the merge."""
+    cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 66, permutation=rng), rng=rng)
+    cache.fill(rng, 0, position)
+    q, k, v = (bf16_noise(rng, (1, 2, heads, 64)) for heads in (3, 1, 1))
+
+    out, lse = cache.attend(q, [position], [0], route="decode", new_rows=(k, v), with_lse=True)
+
+    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=position)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("head_dim", [16, 96, 192, 256])
+def test_head_major_planes_of_every_bf16_head_dim(
+    device: Device, rng: np.random.Generator, head_dim: int, route: Route
+) -> None:
+    """C3.4, C4.5: the draft pool's order."""
+    table = scattered_table(1, 3)
+    cache = PagedCache.build(device, "bf16", head_dim=head_dim, kv_heads=3, order="head-major", table=table, rng=rng)
+    cache.fill(rng, 0, 125)
+    q, k, v = (bf16_noise(rng, (1, 5, heads, head_dim)) for heads in (6, 3, 3))
+
+    out, _ = cache.attend(q, [125], [0], route=route, new_rows=(k, v))
+
+    check_against_oracle(cache, q[0], out[0], None, position=125)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.03, 1.0, -0.125])
+def test_the_scale_multiplies_the_scores(device: Device, rng: np.random.Generator, scale: float) -> None:
+    """C14.4: any finite scale; zero makes the softmax uniform."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 2), rng=rng)
+    cache.fill(rng, 0, 80)
+    q = bf16_noise(rng, (1, 1, 4, 64))
+
+    out, lse = cache.attend(q, [79], [0], route="decode", scale=scale, with_lse=True)
+
+    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=79, scale=scale)
+
+
+@pytest.mark.parametrize("position", [0, 6, 14, 30, 31])
+def test_a_zero_query_averages_the_values(device: Device, rng: np.random.Generator, position: int) -> None:
+    """codecs 7: uniform softmax for nvfp4."""
+    cache = PagedCache.build(device, "nvfp4-g16", table=scattered_table(1, 1), rng=rng)
+    cache.fill(rng, 0, position + 1)
+    q = np.zeros((1, 1, 4, 64), np.uint16)
+
+    out, _ = cache.attend(q, [position], [0], route="decode")
+
+    check_against_oracle(cache, q[0], out[0], None, position=position)
+
+
+def test_the_only_key_is_the_output(device: Device, rng: np.random.Generator) -> None:
+    """C14.4: at position 0 the output is V, bit for bit in bf16."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
+    q, k, v = (bf16_noise(rng, (1, 1, heads, 64)) for heads in (4, 2, 2))
+
+    out, _ = cache.attend(q, [0], [0], route="decode", new_rows=(k, v))
+
+    np.testing.assert_array_equal(np.repeat(v[0, 0], 2, axis=0), out[0, 0])
+
+
+# ---- masks and stale bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_inert_columns_are_zero_and_write_nothing(device: Device, rng: np.random.Generator, profile: str) -> None:
+    """C14.4: valid columns 0, 7 and 16 of 16; exact +0, lse -infinity, no cache byte, NaN inputs harmless."""
+    cache = PagedCache.build(device, profile, table=scattered_table(3, 3), rng=rng)
+    for row in range(3):
+        cache.fill(rng, row, 60)
+    before = cache.host_planes()
+    valid = [0, 7, 16]
+    q, k, v = (bf16_noise(rng, (3, 16, heads, 64)) for heads in (6, 2, 2))
+    for inputs in (q, k, v):
+        for entry, count in enumerate(valid):
+            inputs[entry, count:] = BF16_NAN
+
+    out, lse = cache.attend(q, [60, 60, 60], [-1, 2, 0], route="decode", new_rows=(k, v), valid_columns=valid,
+                            with_lse=True)  # fmt: skip
+
+    assert lse is not None
+    assert_same_planes(cache.with_rows(before, k, v, [60, 60, 60], [-1, 2, 0], valid), cache.host_planes())
+    for entry, count in enumerate(valid):
+        assert not out[entry, count:].any(), "inert columns are exact +0"
+        assert np.isneginf(lse[entry, count:]).all()
+        if count:
+            check_against_oracle(cache, q[entry, :count], out[entry, :count], lse[entry, :count], position=60,
+                                 row=[-1, 2, 0][entry])  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_stale_bytes_behind_the_frontier_have_no_effect(
+    device: Device, rng: np.random.Generator, profile: str, route: Route
+) -> None:
+    """C9.6: NaN behind the last position of the last page, in codes and scales, changes no bit."""
+    table = scattered_table(1, 2)
+    results = []
+    for stale in (0x00, 0xFF):
+        seeded = np.random.default_rng(7)
+        cache = PagedCache.build(device, profile, table=table, rng=rng)
+        for geometry, plane in zip(cache.geometries, _planes(cache), strict=True):
+            poison = np.full(geometry.span_bytes, stale, np.uint8)
+            device.copy(plane, poison.view(geometry.dtype).reshape(geometry.shape), cache.stream)
+        cache.fill(seeded, 0, 70)
+        q, k, v = (bf16_noise(seeded, (1, 3, heads, 64)) for heads in (4, 2, 2))
+        results.append(cache.attend(q, [70], [0], route=route, new_rows=(k, v))[0])
+
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_nan_in_a_later_column_does_not_reach_an_earlier_one(
+    device: Device, rng: np.random.Generator, profile: str, route: Route
+) -> None:
+    """C14.6: a masked key is left out by a select, not by a zero weight; it does reach the columns that see it."""
+    cache = PagedCache.build(device, profile, table=scattered_table(1, 2), rng=rng)
+    cache.fill(rng, 0, 62)
+    q, k, v = (bf16_noise(rng, (1, 4, heads, 64)) for heads in (4, 2, 2))
+    clean, _ = cache.attend(q, [62], [0], route=route, new_rows=(k, v))
+    k[0, 2], v[0, 2] = BF16_NAN, BF16_NAN
+
+    out, _ = cache.attend(q, [62], [0], route=route, new_rows=(k, v))
+
+    np.testing.assert_array_equal(clean[0, :2], out[0, :2])
+    assert (out[0, 2:] == 0x7FFF).all(), "NaN of a visible key reaches the output, as the one NaN of arithmetic"
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("profile", [p.name for p in PROFILES.values() if p.is_quantized])
+def test_a_nan_scale_reaches_the_output(device: Device, rng: np.random.Generator, profile: str, kind: str) -> None:
+    """codecs 8: a group marked by its scale is seen as NaN, also after the merge of key groups."""
+    cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 10), rng=rng)
+    cache.fill(rng, 0, 600)
+    k, v = (bf16_noise(rng, (1, 1, 1, 64)) for _ in "kv")
+    (k if kind == "k" else v)[0, 0, 0, 5] = BF16_NAN
+    cache.append(k, v, [100], [0])
+    q = bf16_noise(rng, (1, 1, 2, 64))
+
+    for position in (100, 599):
+        out, _ = cache.attend(q, [position], [0], route="decode")
+        assert (out == 0x7FFF).any()
+    seen_before, _ = cache.attend(q, [99], [0], route="decode")
+    assert not (seen_before == 0x7FFF).any()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_cached_variant_equals_append_then_attend_and_writes_nothing(
+    device: Device, rng: np.random.Generator, profile: str, route: Route
+) -> None:
+    """C14.4: read-only; the same bits as the fused call."""
+    cache = PagedCache.build(device, profile, table=scattered_table(1, 3), rng=rng)
+    cache.fill(rng, 0, 90)
+    q, k, v = (bf16_noise(rng, (1, 9, heads, 64)) for heads in (4, 2, 2))
+    fused, _ = cache.attend(q, [90], [0], route=route, new_rows=(k, v))
+    before = cache.host_planes()
+
+    cached, _ = cache.attend(q, [90], [0], route=route)
+
+    np.testing.assert_array_equal(fused, cached)
+    assert_same_planes(before, cache.host_planes())
+
+
+def _planes(cache: PagedCache) -> list[Any]:
+    planes = (cache.view.k_pages, cache.view.v_pages, cache.view.k_scales, cache.view.v_scales)
+    return [plane for plane in planes if plane is not None]
+
+
+# ---- workspace, constants and refusals -----------------------------------------------------------------------------
+
+
+def test_key_group_constants_stand_in_both_languages() -> None:
+    """The numbers that size launches are the kernels' own."""
+    softmax = (ROOT / "cuda_src" / "softmax.cuh").read_text(encoding="utf-8")
+    attention = (ROOT / "cuda_src" / "causal_attention.cu").read_text(encoding="utf-8")
+
+    def constant(text: str, name: str) -> int:
+        found = re.search(rf"constexpr int {name} = (\d+);", text)
+        assert found, f"no constant {name}"
+        return int(found[1])
+
+    assert constant(softmax, "kShortGroupTokens") == ops_module.SHORT_GROUP_TOKENS
+    assert constant(softmax, "kLongGroupTokens") == ops_module.LONG_GROUP_TOKENS
+    assert constant(softmax, "kShortGroupsEndTokens") == ops_module.SHORT_GROUPS_END_TOKENS
+    assert constant(attention, "kRows") == ops_module.TILE_ROWS
+    assert constant(softmax, "kStreams") * 32 == ops_module.ATTENTION_THREADS
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [
+    (1, 1), (512, 1), (513, 2), (4096, 8), (4097, 9), (6144, 9), (6145, 10), (262_144, 134),
+])  # fmt: skip
+def test_key_groups_cover_a_context(tokens: int, expected: int) -> None:
+    """C14.6: 512 keys each below 4096, then 2048 each."""
+    assert expected == key_groups(tokens)
+
+
+def test_workspace_is_nothing_where_nothing_is_split() -> None:
+    """C14.4: prefill, and decode within one key group; else (m, l, O[D]) for each query row and key group."""
+    shape = AttentionShape("decode", 2, 3, 8, 2, 64, 1000)
+
+    assert 2 * 3 * 8 * 2 * (64 + 2) * 4 == workspace_bytes(shape)
+    assert workspace_bytes(AttentionShape("decode", 2, 3, 8, 2, 64, 512)) == 0
+    assert workspace_bytes(AttentionShape("prefill", 1, 4096, 8, 2, 64, 8192)) == 0
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"route": "auto"}, "route"), ({"batch": 0}, "B of route"), ({"width": 17}, "W of route decode"),
+    ({"route": "prefill", "batch": 2}, "B of route prefill"), ({"query_heads": 34}, "head geometry"),
+    ({"query_heads": 7}, "head geometry"), ({"max_context": 0}, "max_context"),
+    ({"route": "prefill", "width": 1 << 29}, "query rows of one KV head"), ({"head_dim": 272}, "D of route"),
+])  # fmt: skip
+def test_a_shape_out_of_range_is_refused(changes: dict[str, Any], named: str) -> None:
+    """C14.4, C14.6: the envelope, before anything is launched."""
+    good = {"route": "decode", "batch": 1, "width": 1, "query_heads": 8, "kv_heads": 2, "head_dim": 64}
+
+    with pytest.raises(MisuseError, match=named):
+        AttentionShape(**{**good, "max_context": 64, **changes})
+
+
+@pytest.mark.parametrize(("wrong", "named"), [
+    ({"q": np.zeros((1, 2, 4, 64), np.float32)}, "q was refused"),
+    ({"q": np.zeros((1, 2, 5, 64), np.uint16), "out": np.zeros((1, 2, 5, 64), np.uint16)}, "head geometry"),
+    ({"out": np.zeros((1, 1, 4, 64), np.uint16)}, "out was refused"),
+    ({"k": np.zeros((1, 2, 4, 64), np.uint16)}, "k was refused"),
+    ({"v": np.zeros((2, 2, 2, 64), np.uint16)}, "v was refused"),
+    ({"first_positions": np.zeros(1, np.int64)}, "first_positions was refused"),
+    ({"table_rows": np.zeros(2, np.int32)}, "table_rows was refused"),
+    ({"valid_columns": np.zeros(1, np.int64)}, "valid_columns was refused"),
+    ({"lse": np.zeros((1, 2, 4), np.float64)}, "lse was refused"),
+    ({"workspace": np.zeros(4223, np.uint8)}, "workspace was refused"),
+    ({"workspace": None}, "workspace was refused"),
+    ({"workspace": np.zeros(4224, np.int8)}, "workspace was refused"),
+    ({"scale": float("nan")}, "scale was refused"),
+    ({"scale": float("inf")}, "scale was refused"),
+    ({"scale": True}, "scale was refused"),
+    ({"route": "prefil"}, "route was refused"),
+    ({"route": "prefill", "workspace": None, "out": "q"}, "share no byte"),
+    ({"out": "v"}, "out was refused"),
+])  # fmt: skip
+def test_a_refused_call_changes_nothing(
+    device: Device, rng: np.random.Generator, wrong: dict[str, Any], named: str
+) -> None:
+    """C14.2, C14.4: everything is checked before the append is launched."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 10), rng=rng)
+    before = cache.host_planes()
+    arguments: dict[str, Any] = {
+        "q": np.zeros((1, 2, 4, 64), np.uint16), "k": np.zeros((1, 2, 2, 64), np.uint16),
+        "v": np.zeros((1, 2, 2, 64), np.uint16), "out": np.full((1, 2, 4, 64), 0x7FC1, np.uint16),
+        "first_positions": np.zeros(1, np.int32), "table_rows": np.zeros(1, np.int32),
+        "workspace": np.zeros(4224, np.uint8), "route": "decode", **wrong,
+    }  # fmt: skip
+    on_device = {
+        name: cache.put(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
+    }
+    for name, value in arguments.items():
+        if isinstance(value, str) and value in arguments:
+            on_device[name] = on_device[value]
+
+    with pytest.raises(MisuseError, match=named):
+        cache.ops.causal_attention(cache.view, **on_device, stream=cache.stream)
+
+    assert_same_planes(before, cache.host_planes())
+    if isinstance(arguments["out"], np.ndarray):
+        np.testing.assert_array_equal(arguments["out"], cache.get(on_device["out"]))
+
+
+# ---- the exponential and the logarithm -----------------------------------------------------------------------------
+
+FUNCTIONS_TEXT = """
+extern "C" __global__ void evaluate(float* powers, float* logarithms, const float* x, int32_t count) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= count) return;
+    powers[at] = pagedkv::exp2_fixed(x[at]);
+    logarithms[at] = pagedkv::log2_fixed(-x[at]);
+}
+"""
+
+
+def evaluate(device: Device, x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return exp2_fixed(x) and log2_fixed(-x) as the device computes them."""
+    module = device.load(ModuleSpec("fixed_functions", ("softmax.cuh",), (), FUNCTIONS_TEXT, ("evaluate",)))
+    stream = device.stream()
+    results = [device.empty(x.shape, np.float32) for _ in range(2)]
+    arguments = (*results, to_device(device, stream, x), np.int32(x.size))
+    module.kernel("evaluate").launch((-(-x.size // 256), 1, 1), (256, 1, 1), arguments, stream)
+    found = [np.empty(x.shape, np.float32) for _ in range(2)]
+    for host, result in zip(found, results, strict=True):
+        device.copy(host, result, stream)
+    stream.synchronize()
+    return found[0], found[1]
+
+
+def test_the_exponential_is_accurate_and_exact_at_its_ends(device: Device, rng: np.random.Generator) -> None:
+    """softmax.cuh: relative error below 2^-22; 1 at 0; 0 below -126; NaN passes."""
+    x = np.concatenate([-rng.random(100_000) * 126, np.linspace(-1, 0, 4097)]).astype(np.float32)
+    edges = np.array([0.0, -0.0, -126.5, -1000.0, -np.inf, np.nan], np.float32)
+
+    powers, _ = evaluate(device, x)
+    at_edges, _ = evaluate(device, edges)
+
+    relative = np.abs(powers.astype(np.float64) / np.exp2(x.astype(np.float64)) - 1)
+    assert relative.max() < 2.0**-22
+    np.testing.assert_array_equal(np.array([1, 1, 0, 0, 0, np.nan], np.float32), at_edges)
+
+
+def test_the_logarithm_is_accurate(device: Device, rng: np.random.Generator) -> None:
+    """softmax.cuh: error below 2^-22 max(1, |log2 x|), the range of softmax sums and far beyond."""
+    wide, narrow = np.exp2(rng.random(100_000) * 240 - 120), 1 + rng.random(10_000)
+    x = np.concatenate([wide, narrow, [1.0, 2.0]]).astype(np.float32)
+
+    _, logarithms = evaluate(device, -x)
+    _, edges = evaluate(device, np.array([-0.0, -np.inf, np.nan, -1.0], np.float32))
+
+    exact = np.log2(x.astype(np.float64))
+    assert (np.abs(logarithms - exact) / np.maximum(1, np.abs(exact))).max() < 2.0**-22
+    np.testing.assert_array_equal(np.array([-np.inf, np.inf, np.nan, 0], np.float32), edges)
+
+
+def test_ops_load_what_a_profile_needs_once(device: Device) -> None:
+    """C15.1: `prepare` loads every module, so that nothing compiles under capture."""
+    ops = Ops(device)
+
+    ops.prepare("bf16", 64)
+
+    stream = device.stream()
+    rows, out = device.zeros((1, 1, 2, 64), np.uint16), device.zeros((1, 1, 2, 64), np.uint16)
+    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=np.random.default_rng(1), ops=ops)
+    selectors = (cache.ints([0]), cache.ints([0]))
+    device.begin_capture(stream)
+    ops.causal_attention(cache.view, rows, rows, rows, out, *selectors, route="decode", workspace=None, stream=stream)
+    graph = device.end_capture(stream)
+
+    assert [node.name for node in graph.nodes] == ["append_rows", "causal_attention_decode"]

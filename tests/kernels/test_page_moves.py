@@ -1,0 +1,101 @@
+"""zero_pages and the BF16 conversions.  (C14.4)"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv import codecs
+from pagedkv.devices.protocol import Device
+from pagedkv.errors import MisuseError
+from pagedkv.ops import Ops
+from pagedkv.planes import PageOrder
+from pagedkv.profiles import PROFILES
+from tests.kernels.paged_cache import PagedCache, assert_same_planes, scattered_table, to_device
+
+
+@pytest.mark.parametrize("order", ["page-major", "head-major"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_zeroed_pages_are_zero_and_their_neighbours_are_not(
+    device: Device, rng: np.random.Generator, profile: str, order: PageOrder
+) -> None:
+    """C14.4: every byte of pages 1 and 3 in every plane; pages 0, 2 and 4 keep theirs."""
+    cache = PagedCache.build(device, profile, kv_heads=3, order=order, table=scattered_table(1, 2), rng=rng)
+    expected = cache.host_planes()
+    for plane in expected.values():
+        (plane if order == "page-major" else plane.swapaxes(0, 1))[[1, 3]] = 0
+    planes = (cache.view.k_pages, cache.view.v_pages, cache.view.k_scales, cache.view.v_scales)
+    listed = [(plane, geometry) for plane, geometry in zip(planes, cache.geometries, strict=False) if plane is not None]
+
+    cache.ops.zero_pages(listed, cache.ints([3, 1]), stream=cache.stream)
+
+    assert_same_planes(expected, cache.host_planes())
+
+
+def test_no_pages_and_no_planes_are_nothing_to_do(device: Device, rng: np.random.Generator) -> None:
+    """An empty list of either kind is legal, as a step without new pages is."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
+    before = cache.host_planes()
+
+    cache.ops.zero_pages([(cache.view.k_pages, cache.geometries[0])], cache.ints([]), stream=cache.stream)
+    cache.ops.zero_pages([], cache.ints([0]), stream=cache.stream)
+
+    assert_same_planes(before, cache.host_planes())
+
+
+def test_a_plane_of_another_geometry_is_refused(device: Device, rng: np.random.Generator) -> None:
+    """C14.2: all planes are checked before the first launch."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
+    before = cache.host_planes()
+    listed = [(cache.view.k_pages, cache.geometries[0]), (cache.view.v_pages[1:], cache.geometries[1])]
+
+    with pytest.raises(MisuseError, match="plane v_code"):
+        cache.ops.zero_pages(listed, cache.ints([1]), stream=cache.stream)
+
+    assert_same_planes(before, cache.host_planes())
+
+
+def test_every_bf16_pattern_is_promoted_exactly(device: Device) -> None:
+    """C14.4: NaN payloads included."""
+    stream = device.stream()
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    promoted = device.empty(bits.shape, np.float32)
+
+    Ops(device).f32_from_bf16(promoted, to_device(device, stream, bits), stream=stream)
+
+    found = np.empty(bits.shape, np.float32)
+    device.copy(found, promoted, stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(bits.astype(np.uint32) << 16, found.view(np.uint32))
+
+
+def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan_quiet(device: Device, rng: np.random.Generator) -> None:
+    """C14.4: every upper half with the lower halves that decide, and random bits; the count fills no last block."""
+    stream = device.stream()
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    bits = np.concatenate([(upper[:, np.newaxis] | lower).ravel(), rng.integers(0, 1 << 32, 257, dtype=np.uint32)])
+    values = bits.view(np.float32)
+    rounded = device.empty(values.shape, np.uint16)
+
+    Ops(device).bf16_from_f32(rounded, to_device(device, stream, values), stream=stream)
+
+    found = np.empty(values.shape, np.uint16)
+    device.copy(found, rounded, stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(codecs.f32_to_bf16(values), found)
+
+
+def test_conversions_refuse_other_shapes_and_types(device: Device) -> None:
+    """C14.4: nothing is converted silently, and in place is refused."""
+    stream, ops = device.stream(), Ops(device)
+    floats, bits = device.zeros((4,), np.float32), device.zeros((4,), np.uint16)
+
+    with pytest.raises(MisuseError, match="the destination"):
+        ops.bf16_from_f32(floats, floats, stream=stream)
+    with pytest.raises(MisuseError, match="the source"):
+        ops.bf16_from_f32(bits, bits, stream=stream)
+    with pytest.raises(MisuseError, match="the destination"):
+        ops.f32_from_bf16(floats[:3], bits, stream=stream)
+    with pytest.raises(MisuseError, match="share no byte"):
+        ops.f32_from_bf16(floats, floats.view(np.uint16)[:4], stream=stream)

@@ -1,0 +1,110 @@
+"""A unit without a library behind it: `call` runs at once, `attend` is float64 attention over contiguous rows.
+
+It lets the model runner be compared with the reference when neither store, kernel nor graph takes part, so a difference
+lies in the runner.  `FakeCache` outlives units, as a store does; a unit's arrays are the unit's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class FakeStream:
+    """Nothing is ever pending on it."""
+
+    def synchronize(self) -> None:
+        return
+
+
+class FakeDevice:
+    """Host memory, copied at once."""
+
+    def stream(self) -> FakeStream:
+        return FakeStream()
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        buffer = np.empty(shape, dtype)
+        buffer.view(np.uint8)[...] = 0xFF
+        return buffer
+
+    def copy(self, destination: npt.NDArray[Any], source: npt.NDArray[Any], stream: FakeStream) -> None:
+        destination[...] = source
+
+
+class FakeCache:
+    """BF16 rows of every layer and table row, decoded to float64."""
+
+    def __init__(self, *, layers: int, rows: int, max_context: int, kv_heads: int, head_dim: int) -> None:
+        shape = (layers, rows, max_context, kv_heads, head_dim)
+        self.keys = np.full(shape, np.nan)
+        self.values = np.full(shape, np.nan)
+
+
+class FakeUnit:
+    """Arrays of one shape; `replay` runs the recorded model again on their present content."""
+
+    def __init__(self, cache: FakeCache, *, route: str, B: int, W: int) -> None:
+        self.cache = cache
+        self.route = route
+        self.tokens: Int32Array = np.zeros((B, W), np.int32)
+        self.first_positions: Int32Array = np.zeros(B, np.int32)
+        self.valid_columns: Int32Array = np.zeros(B, np.int32)
+        self.table_rows: Int32Array = np.full(B, -1, np.int32)
+        self.next_tokens: Int32Array = np.full((B, W), -7, np.int32)
+        self._work: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert isinstance(function, FunctionType), f"{function} is no plain function"
+        assert function.__closure__ is None, f"{function.__name__} is a closure"
+        assert function.__qualname__ == function.__name__, f"{function.__qualname__} is not at module level"
+        for argument in arguments:
+            assert isinstance(argument, np.ndarray | np.generic), f"{function.__name__} was given {type(argument)}"
+        self._work.append((function, arguments))
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return FakeDevice().empty(shape, dtype)
+
+    def attend(
+        self, layer: int, q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any], out: npt.NDArray[Any]
+    ) -> None:
+        self._work.append((self._attend, (layer, q, k, v, out)))
+
+    def replay(self) -> None:
+        for function, arguments in self._work:
+            function(*arguments)
+
+    def _attend(
+        self, layer: int, q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any], out: npt.NDArray[Any]
+    ) -> None:
+        B, _, query_heads, D = q.shape
+        group = query_heads // k.shape[2]
+        out[...] = 0
+        for b in range(B):
+            for j in range(int(self.valid_columns[b])):
+                row, position = int(self.table_rows[b]), int(self.first_positions[b]) + j
+                self.cache.keys[layer, row, position] = widen(k[b, j])
+                self.cache.values[layer, row, position] = widen(v[b, j])
+                for head in range(query_heads):
+                    keys = self.cache.keys[layer, row, : position + 1, head // group]
+                    scores = keys @ widen(q[b, j, head]) / np.sqrt(D)
+                    weights = np.exp(scores - scores.max())
+                    values = self.cache.values[layer, row, : position + 1, head // group]
+                    out[b, j, head] = narrow(weights @ values / weights.sum())
+
+
+def widen(bits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return the values of BF16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def narrow(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
+    """Round finite values to BF16 bits: to float32 first, then nearest even."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

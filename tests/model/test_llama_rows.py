@@ -1,0 +1,310 @@
+"""The model runner, row by row: a row's bits are its own, whatever runs beside it.  (C14.6)
+
+Attention here is the fake unit's; that the real one is invariant is tested with the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pagedkv as pk
+from pagedkv.tools import llama
+from pagedkv.tools.llama import NO_TOKEN, LlamaModel, bf16_bits, check_row_independence, multiply_blocks
+from pagedkv.tools.model_weights import LlamaWeights
+from tests.model.fake_unit import FakeCache, FakeDevice, FakeUnit
+from tests.model.tiny import TINY
+from tests.oracle.reference_llama import margins, mean_divergence, round_to_bf16, teacher_forced
+
+Float32Array = npt.NDArray[np.float32]
+
+CONTEXT = 160
+
+
+def run_unit(
+    model: LlamaModel,
+    cache: FakeCache,
+    *,
+    route: str,
+    columns: list[list[int]],
+    first_positions: list[int],
+    table_rows: list[int],
+    W: int | None = None,
+) -> FakeUnit:
+    """Run one unit whose row b holds `columns[b]`; inert columns hold ids and positions that must not be read."""
+    B, width = len(columns), W or max(len(row) for row in columns)
+    unit = FakeUnit(cache, route=route, B=B, W=width)
+    unit.tokens[...] = 10**6
+    for b, row in enumerate(columns):
+        unit.tokens[b, : len(row)] = row
+        unit.valid_columns[b] = len(row)
+    unit.first_positions[...] = first_positions
+    unit.table_rows[...] = table_rows
+    model.enqueue(unit)
+    unit.replay()
+    return unit
+
+
+def new_cache(weights: LlamaWeights, *, rows: int = 20) -> FakeCache:
+    c = weights.config
+    return FakeCache(layers=c.layers, rows=rows, max_context=CONTEXT, kv_heads=c.kv_heads, head_dim=c.head_dim)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tiny_weights: LlamaWeights) -> LlamaModel:
+    return LlamaModel(tiny_weights, FakeDevice(), max_context=CONTEXT, keep_logits=True)
+
+
+def random_ids(seed: int, count: int) -> list[int]:
+    return [int(value) for value in np.random.default_rng(seed).integers(0, TINY.vocabulary, count)]
+
+
+@pytest.mark.parametrize(("B", "W"), [(1, 1), (3, 5), (15, 1), (16, 1), (17, 1), (8, 4)])
+@pytest.mark.parametrize("route", ["decode", "prefill"])
+def test_a_batch_equals_each_row_alone(
+    tiny_model: LlamaModel, tiny_weights: LlamaWeights, route: str, B: int, W: int
+) -> None:
+    """C14.6, one layer up: logits of B rows at once are, bit for bit, those of every row by itself."""
+    columns = [random_ids(b, W) for b in range(B)]
+    positions, rows = [0] * B, list(range(B))
+    together = run_unit(
+        tiny_model, new_cache(tiny_weights), route=route, columns=columns, first_positions=positions, table_rows=rows
+    )
+    logits = tiny_model.logits(together).copy()
+
+    for b in range(B):
+        alone = run_unit(
+            tiny_model,
+            new_cache(tiny_weights),
+            route=route,
+            columns=columns[b : b + 1],
+            first_positions=[0],
+            table_rows=[b],
+        )
+        np.testing.assert_array_equal(logits[b].view(np.uint32), tiny_model.logits(alone)[0].view(np.uint32))
+        np.testing.assert_array_equal(together.next_tokens[b], alone.next_tokens[0])
+
+
+@pytest.mark.parametrize("widths", [[1] * 40, [16, 16, 8], [5, 16, 17, 2]])
+def test_chunks_equal_the_whole(tiny_model: LlamaModel, tiny_weights: LlamaWeights, widths: list[int]) -> None:
+    ids = random_ids(7, 40)
+    whole = run_unit(
+        tiny_model, new_cache(tiny_weights), route="prefill", columns=[ids], first_positions=[0], table_rows=[3]
+    )
+    expected = tiny_model.logits(whole)[0].copy()
+
+    cache, begin, parts = new_cache(tiny_weights), 0, []
+    for width in widths:
+        unit = run_unit(
+            tiny_model,
+            cache,
+            route="prefill",
+            columns=[ids[begin : begin + width]],
+            first_positions=[begin],
+            table_rows=[3],
+        )
+        parts.append(tiny_model.logits(unit)[0].copy())
+        begin += width
+
+    np.testing.assert_array_equal(expected.view(np.uint32), np.concatenate(parts).view(np.uint32))
+
+
+def test_inert_rows_and_columns_disturb_nobody(tiny_model: LlamaModel, tiny_weights: LlamaWeights) -> None:
+    """Inert columns hold ids beyond the vocabulary, and inert rows a position beyond the tables."""
+    ids = random_ids(3, 3)
+    dense = run_unit(
+        tiny_model, new_cache(tiny_weights), route="decode", columns=[ids], first_positions=[0], table_rows=[0]
+    )
+    expected = tiny_model.logits(dense)[0].copy()
+    masked = run_unit(
+        tiny_model,
+        new_cache(tiny_weights),
+        route="decode",
+        columns=[[], ids, []],
+        first_positions=[10**6, 0, -1],
+        table_rows=[-1, 0, -1],
+        W=5,
+    )
+
+    np.testing.assert_array_equal(expected.view(np.uint32), tiny_model.logits(masked)[1, :3].view(np.uint32))
+    np.testing.assert_array_equal(dense.next_tokens[0], masked.next_tokens[1, :3])
+    assert [NO_TOKEN] * 12 == [*masked.next_tokens[[0, 2]].ravel(), *masked.next_tokens[1, 3:]]
+
+
+def test_prefill_answers_after_the_last_live_column_only(tiny_weights: LlamaWeights, tiny_model: LlamaModel) -> None:
+    plain = LlamaModel(tiny_weights, FakeDevice(), max_context=CONTEXT)
+    ids = random_ids(4, 6)
+    every = run_unit(
+        tiny_model, new_cache(tiny_weights), route="prefill", columns=[ids], first_positions=[0], table_rows=[0], W=8
+    )
+    last = run_unit(
+        plain, new_cache(tiny_weights), route="prefill", columns=[ids], first_positions=[0], table_rows=[0], W=8
+    )
+
+    assert [[NO_TOKEN] * 5 + [every.next_tokens[0, 5]] + [NO_TOKEN] * 2] == last.next_tokens.tolist()
+
+
+def test_a_replay_reads_the_arrays_again(tiny_model: LlamaModel, tiny_weights: LlamaWeights) -> None:
+    unit = run_unit(
+        tiny_model, new_cache(tiny_weights), route="decode", columns=[[5]], first_positions=[0], table_rows=[0]
+    )
+    first = int(unit.next_tokens[0, 0])
+    for token in range(40):
+        unit.tokens[0, 0] = token
+        unit.replay()
+        fresh = run_unit(
+            tiny_model, new_cache(tiny_weights), route="decode", columns=[[token]], first_positions=[0], table_rows=[0]
+        )
+        assert fresh.next_tokens[0, 0] == unit.next_tokens[0, 0]
+        first = first if token else -1
+    assert first == -1
+
+
+def test_a_live_column_without_a_token_is_refused(tiny_model: LlamaModel, tiny_weights: LlamaWeights) -> None:
+    with pytest.raises(pk.MisuseError, match=r"expected token ids in \[0, 320\), got -1"):
+        run_unit(
+            tiny_model,
+            new_cache(tiny_weights),
+            route="decode",
+            columns=[[NO_TOKEN]],
+            first_positions=[0],
+            table_rows=[0],
+        )
+
+
+def test_logits_of_an_unseen_shape_are_refused(tiny_weights: LlamaWeights) -> None:
+    unit = FakeUnit(new_cache(tiny_weights), route="decode", B=2, W=1)
+
+    with pytest.raises(pk.MisuseError, match="keep_logits=True"):
+        LlamaModel(tiny_weights, FakeDevice(), max_context=8).logits(unit)
+
+
+def test_equal_logits_choose_the_lowest_id() -> None:
+    logits = np.zeros((16, 9), np.float32)
+    logits[1, [4, 7]] = 2.0
+    choice = np.full(16, -1, np.int32)
+    llama.choose_largest(logits, choice)
+
+    assert [0, 4, *[0] * 14] == choice.tolist()
+
+
+def test_the_tiny_model_agrees_with_the_reference(tiny_model: LlamaModel, tiny_weights: LlamaWeights) -> None:
+    ids = random_ids(11, 100)
+    expected = teacher_forced(tiny_weights, ids)
+    unit = run_unit(
+        tiny_model, new_cache(tiny_weights), route="prefill", columns=[ids], first_positions=[0], table_rows=[1]
+    )
+    logits = tiny_model.logits(unit)[0]
+
+    assert mean_divergence(expected, logits) <= 1e-3
+    clear = margins(expected) > 0.2
+    np.testing.assert_array_equal(expected.argmax(axis=1)[clear], logits.argmax(axis=1)[clear])
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_rounds_to_nearest_even_and_keeps_what_is_special() -> None:
+    values = np.array(
+        [0.0, -0.0, 1.0, np.inf, -np.inf, 3.3895314e38, 3.4028235e38, 1e-45, 9.1835e-41], np.float32
+    )  # the largest BF16, the largest float32 (rounds up to infinity), and subnormals
+    expected = [0x0000, 0x8000, 0x3F80, 0x7F80, 0xFF80, 0x7F7F, 0x7F80, 0x0000, 0x0001]
+    ties = np.array([0x3F808000, 0x3F818000, 0x3F808001], np.uint32).view(np.float32)
+    nans = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
+
+    assert expected == bf16_bits(values).tolist()
+    assert [0x3F80, 0x3F82, 0x3F81] == bf16_bits(ties).tolist()
+    assert all((int(bits) & 0x7FFF) > 0x7F80 for bits in bf16_bits(nans))
+
+
+def test_bf16_agrees_with_the_arithmetic_definition() -> None:
+    generator = np.random.default_rng(5)
+    values = (generator.standard_normal(20_000) * 10.0 ** generator.integers(-40, 38, 20_000)).astype(np.float32)
+
+    rounded = (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
+
+    np.testing.assert_array_equal(round_to_bf16(values), rounded.astype(np.float64))
+
+
+# --- the start-up check ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_products_in_blocks_of_16_are_row_independent_at_every_thread_count(threads: int) -> None:
+    """The library splits work by thread count; each count runs in a process of its own, at the real model's sizes."""
+    program = (
+        "from dataclasses import replace; from tests.model.tiny import TINY, random_weights; "
+        "from pagedkv.tools.llama import check_row_independence; "
+        "check_row_independence(random_weights(replace(TINY, layers=1, hidden=576, intermediate=1536, query_heads=9, "
+        "kv_heads=3, vocabulary=12288), 0))"
+    )
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": str(threads)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+    assert (0, "") == (done.returncode, done.stderr)
+
+
+def test_a_product_that_depends_on_the_row_count_is_refused(tiny_weights: LlamaWeights) -> None:
+    def depends(x: Float32Array, weight: Float32Array, out: Float32Array) -> None:
+        multiply_blocks(x, weight, out)
+        if len(x) > 16:
+            out[3, 5] = np.nextafter(out[3, 5], np.float32(np.inf))
+
+    with pytest.raises(pk.MisuseError, match="the product with qkv to give row 3 the same bits") as caught:
+        check_row_independence(tiny_weights, multiply=depends)
+
+    assert caught.value.row == 3
+
+
+def test_a_product_that_depends_on_the_place_in_the_block_is_refused(tiny_weights: LlamaWeights) -> None:
+    def depends(x: Float32Array, weight: Float32Array, out: Float32Array) -> None:
+        multiply_blocks(x, weight, out)
+        out[12::16, 0] *= np.float32(1.0000002)
+
+    with pytest.raises(pk.MisuseError, match="1 of 320 elements different"):
+        check_row_independence(tiny_weights, multiply=depends)
+
+
+def test_a_product_that_mixes_rows_is_refused(tiny_weights: LlamaWeights) -> None:
+    def mixes(x: Float32Array, weight: Float32Array, out: Float32Array) -> None:
+        multiply_blocks(x, weight, out)
+        out[...] += np.float32(1e-3) * out[:1]
+
+    with pytest.raises(pk.MisuseError, match="the product with qkv"):
+        check_row_independence(tiny_weights, multiply=mixes)
+
+
+@pytest.mark.parametrize("name", ["gate_rows", "rms_norm", "rotate_and_round"])
+def test_an_element_by_element_function_gives_a_row_the_same_bits_at_every_place(name: str) -> None:
+    """`exp` in vector code may treat the last elements of an array apart; here each of 33 rows runs alone as well."""
+    generator = np.random.default_rng(9)
+    F, D, rows = 1536, 64, 33
+    wide = (generator.standard_normal((rows, 2 * F)) * 30).astype(np.float32)
+    cosines, sines = generator.standard_normal((2, rows, 1, D)).astype(np.float32)
+
+    def run(begin: int, end: int) -> npt.NDArray[Any]:
+        x = wide[begin:end].copy()
+        n = end - begin
+        if name == "gate_rows":
+            gated = np.empty((n, F), np.float32)
+            llama.gate_rows(x, gated)
+            return gated
+        if name == "rms_norm":
+            normed = np.empty((n, 576), np.float32)
+            llama.rms_norm(x[:, :576].copy(), wide[0, :576].copy(), np.float32(1e-5), normed)
+            return normed
+        heads = [np.empty((n, 1, count, D), np.uint16) for count in (9, 3, 3)]
+        llama.rotate_and_round(x[:, :960].copy(), cosines[begin:end], sines[begin:end], *heads)
+        return np.concatenate(heads, axis=2)
+
+    together = run(0, rows)
+    for index in range(rows):
+        np.testing.assert_array_equal(together[index].view(np.uint8), run(index, index + 1)[0].view(np.uint8))

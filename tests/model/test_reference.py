@@ -1,0 +1,84 @@
+"""SmolLM2 itself: the reference knows a capital, and the runner agrees with the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv.tools.llama import LlamaModel
+from pagedkv.tools.model_weights import LlamaWeights
+from pagedkv.tools.tokenizer import Tokenizer
+from tests.model.fake_unit import FakeDevice
+from tests.model.test_llama_rows import new_cache, run_unit
+from tests.oracle.reference_llama import greedy, margins, mean_divergence, teacher_forced
+
+pytestmark = pytest.mark.model
+
+PASSAGE = (
+    "The river rose in the night. By morning the lower street was under 2 feet of water, and the baker carried his "
+    'flour upstairs in sacks. "It has been worse," he said, "in 1953." Nobody believed him, but everybody helped.'
+)
+
+
+@pytest.fixture(scope="module")
+def model(weights: LlamaWeights) -> LlamaModel:
+    return LlamaModel(weights, FakeDevice(), max_context=160, keep_logits=True)
+
+
+def test_the_reference_knows_the_capital_of_france(weights: LlamaWeights, tokenizer: Tokenizer) -> None:
+    tokens, gaps = greedy(weights, tokenizer.encode("The capital of France is"), 2)
+
+    assert tokenizer.decode(tokens) == " Paris."
+    assert min(gaps) > 1.0
+
+
+def test_the_runner_agrees_with_the_reference_on_a_passage(
+    model: LlamaModel, weights: LlamaWeights, tokenizer: Tokenizer
+) -> None:
+    """Teacher forcing over a passage in one prefill unit: mean divergence, and every choice that is not close."""
+    ids = tokenizer.encode(PASSAGE)
+    expected = teacher_forced(weights, ids)
+
+    unit = run_unit(
+        model, new_cache(weights, rows=3), route="prefill", columns=[ids], first_positions=[0], table_rows=[1]
+    )
+    logits = model.logits(unit)[0]
+
+    assert mean_divergence(expected, logits) <= 1e-3
+    clear = margins(expected) > 0.2
+    np.testing.assert_array_equal(expected.argmax(axis=1)[clear], logits.argmax(axis=1)[clear])
+
+
+def test_three_prompts_decoded_together_equal_each_alone(
+    model: LlamaModel, weights: LlamaWeights, tokenizer: Tokenizer
+) -> None:
+    """Prefill one by one, then decode in one batch whose rows stand at different positions."""
+    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "1, 2, 3,", "Once upon a time")]
+
+    def continue_rows(chosen: list[int], steps: int) -> dict[int, list[int]]:
+        cache = new_cache(weights, rows=3)
+        texts: dict[int, list[int]] = {}
+        for index in chosen:
+            unit = run_unit(
+                model, cache, route="prefill", columns=[prompts[index]], first_positions=[0], table_rows=[index]
+            )
+            texts[index] = [int(unit.next_tokens[0, len(prompts[index]) - 1])]
+        for step in range(steps):
+            unit = run_unit(
+                model,
+                cache,
+                route="decode",
+                columns=[texts[index][-1:] for index in chosen],
+                first_positions=[len(prompts[index]) + step for index in chosen],
+                table_rows=chosen,
+            )
+            for b, index in enumerate(chosen):
+                texts[index].append(int(unit.next_tokens[b, 0]))
+        return texts
+
+    together = continue_rows([0, 1, 2], steps=3)
+
+    alone = [continue_rows([index], steps=3)[index] for index in range(3)]
+    assert alone == [together[index] for index in range(3)]
+    assert tokenizer.decode(together[0]).startswith(" Paris.")
+    assert tokenizer.decode(together[1]).startswith(" 4,")

@@ -1,0 +1,178 @@
+"""Habits that a linter does not know: what is banned, what to write instead, and who may still do it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.checkout import KERNEL_SUFFIXES, ROOT, name_of, source_files, top_files
+
+LINES_MAX = 700
+# The one module that may touch the CUDA runtime, where every call is counted.
+CUDA_RUNTIME_MODULE = "pagedkv/devices/cuda_runtime.py"
+
+
+@dataclass(frozen=True)
+class Banned:
+    """A pattern of text, what to do instead, and the files that are exempt, each with its reason."""
+
+    name: str
+    pattern: re.Pattern[str]
+    instead: str
+    exempt: tuple[tuple[str, str], ...] = ()
+
+    def allows(self, file: str) -> bool:
+        """True for a file that is exempt."""
+        return any(file == exempt for exempt, _ in self.exempt)
+
+
+# Patterns are put together from halves, so that this file does not contain what it bans.
+TEXT = (
+    Banned(
+        "a path of one machine",
+        re.compile(r"(?<![\w.$})~])/" + r"(?:work|root|tmp|home)" + r"/"),
+        "a path relative to the checkout, tmp_path in tests, or XDG_CACHE_HOME",
+    ),
+    Banned(
+        "work left undone",
+        re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX|HA" + r"CK)\b"),
+        "do it, or file it where work is planned",
+        exempt=(("pyproject.toml", "names lint rules"),),
+    ),
+    Banned(
+        "the host of a package registry",
+        re.compile(r"(?:pypi\.o" + r"rg|pythonhosted\.o" + r"rg|npmjs\.o" + r"rg|deb\.debi" + r"an\.org)"),
+        "the package's name; where it comes from is the reader's configuration",
+    ),
+    Banned(
+        "an expected failure",
+        re.compile(r"pytest\.(?:mark\.)?x" + r"fail"),
+        "mend it, or assert what happens today",
+    ),
+)
+
+
+def all_texts() -> Iterator[Path]:
+    """Yield every file with text that people wrote."""
+    yield from source_files(".py", ".md", *KERNEL_SUFFIXES)
+    yield from top_files(".md", ".toml", ".gitignore")
+    yield ROOT / ".ci" / "run"
+
+
+def python_trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
+    """Yield the name and the parsed tree of every Python file."""
+    for path in source_files(".py", folders=folders):
+        yield name_of(path), ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@pytest.mark.parametrize("banned", TEXT, ids=lambda b: str(b.name))
+def test_banned_text_is_absent(banned: Banned) -> None:
+    """Each message says what to write instead."""
+    found = []
+    for path in all_texts():
+        if banned.allows(name_of(path)):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if banned.pattern.search(line):
+                found.append(f"{name_of(path)}:{number}: {line.strip()}")
+
+    assert found == [], f"{banned.name}: write {banned.instead}"
+
+
+def test_the_cuda_runtime_is_touched_in_one_module_only() -> None:
+    """Launches are counted, so nobody calls the runtime beside the counter (design: one launch helper)."""
+    found = []
+    for name, tree in python_trees("pagedkv", "graphs", "tools", "tests"):
+        if name == CUDA_RUNTIME_MODULE:
+            continue
+        for node in ast.walk(tree):
+            is_attribute = isinstance(node, ast.Attribute) and (
+                (isinstance(node.value, ast.Name) and node.value.id == "runtime")
+                or (isinstance(node.value, ast.Attribute) and node.value.attr == "runtime")
+            )
+            is_import = isinstance(node, ast.ImportFrom) and (
+                node.module in {"cupy.cuda.runtime", "cupy_backends.cuda.api.runtime"}
+                or (node.module == "cupy.cuda" and any(alias.name == "runtime" for alias in node.names))
+            )
+            if is_attribute or is_import:
+                found.append(f"{name}:{getattr(node, 'lineno', 0)}")
+
+    assert found == [], f"call {CUDA_RUNTIME_MODULE} instead, which counts"
+
+
+def test_no_print_outside_tools() -> None:
+    """A library is quiet: it logs, or tells an observer; the command prints with click.echo."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in python_trees("pagedkv", "graphs", "cuda_src")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+    assert found == [], "use the logging module, or return the figure"
+
+
+def test_no_broad_except() -> None:
+    """Name what you expect; `except BaseException` may clean up, and then raises again."""
+    found = []
+    for name, tree in python_trees("pagedkv", "graphs", "tools", "tests"):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            caught = [n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)] if node.type else [""]
+            last = node.body[-1]
+            raises_again = isinstance(last, ast.Raise) and last.exc is None
+            if {"", "Exception"} & set(caught) or ("BaseException" in caught and not raises_again):
+                found.append(f"{name}:{node.lineno}")
+
+    assert found == [], "catch the exceptions that are expected, by name"
+
+
+def test_tests_do_not_sleep() -> None:
+    """Time passing proves nothing: wait for the event, or control the order."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in python_trees("tests")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "sleep"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "time"
+    ]
+
+    assert found == [], "wait for the event itself"
+
+
+def test_files_stay_readable() -> None:
+    """Beyond this length a second noun lives in the file: give it one of its own."""
+    long = []
+    for path in source_files(".py", *KERNEL_SUFFIXES):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > LINES_MAX:
+            long.append(f"{name_of(path)}: {lines} lines")
+
+    assert long == [], f"at most {LINES_MAX} lines: split by noun"
+
+
+def test_every_module_says_what_it_is() -> None:
+    """The first paragraph says what and why; in the library it ends with where to read on."""
+    silent = []
+    for name, tree in python_trees("pagedkv", "graphs", "tools"):
+        head = ast.get_docstring(tree) or ""
+        if len(head) < 40 or ("Read next:" not in head and not name.endswith("__init__.py")):
+            silent.append(name)
+
+    assert silent == [], 'start the file with a docstring that ends "Read next: ..."'
+
+
+def test_the_links_of_the_checkout_are_relative() -> None:
+    """`pagedkv.graphs` is `graphs/` in a checkout that nobody installed."""
+    for folder in ("graphs", "tools", "cuda_src"):
+        link = ROOT / "pagedkv" / folder
+        assert link.is_symlink(), f"{name_of(link)} is a link to ../{folder}"
+        assert str(link.readlink()) == f"../{folder}"

@@ -1,0 +1,255 @@
+"""Imports go one way.
+
+    values <- ledgers <- combining ledgers <- store        views, ops, kernels, devices: values only
+    graphs, tools: public names of `pagedkv`, and their own package
+
+A module that is in no layer fails the first test: give it a place in `LAYER_OF`, beside its peers.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import pagedkv as pk
+from tests.checkout import ROOT, name_of, source_files
+
+LAYER_OF = {
+    **dict.fromkeys(
+        ("errors", "quantities", "config", "profiles", "codecs", "planes", "layout", "planner", "clauses"), "values"
+    ),
+    **dict.fromkeys(("free_runs", "pool", "host_arena", "logical_pages", "address_space", "block_tables"), "ledgers"),
+    **dict.fromkeys(("sequence", "ledgers", "speculation", "transfers", "unit_guard", "check", "journal"), "combining"),
+    **dict.fromkeys(("views", "ops", "kernels", "devices"), "device side"),
+    "store": "store",
+    "telemetry": "values",
+    "": "public",  # pagedkv/__init__.py gathers the public names
+}
+MAY_IMPORT = {
+    "values": {"values"},
+    "ledgers": {"values", "ledgers"},
+    "combining": {"values", "ledgers", "combining"},
+    "device side": {"values", "device side"},
+    "store": {"values", "ledgers", "combining", "device side", "store"},
+    "public": {"values", "ledgers", "combining", "device side", "store"},
+}
+CALLERS = ("graphs", "tools")
+# Standard library, and these: what each layer may use of the world outside.
+THIRD_PARTY = {
+    "values": {"numpy"},
+    "ledgers": {"numpy"},
+    "combining": {"numpy"},
+    "device side": {"numpy", "cupy", "cupy_backends", "nvtx"},
+    "store": {"numpy", "nvtx"},
+    "public": set(),
+    "graphs": {"numpy", "nvtx"},
+    "tools": {"numpy", "click", "gguf", "tokenizers", "nvtx"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module of ours or of the world, and the names taken from it (empty for `import x`)."""
+
+    module: str
+    names: tuple[str, ...]
+    line: int
+    is_for_types: bool  # under `if TYPE_CHECKING:`, so that nothing is imported at run time
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module of the package, parsed."""
+
+    path: Path
+    module: str  # dotted, as imported: pagedkv.devices.cpu
+    tree: ast.Module
+
+    @property
+    def part(self) -> str:
+        """What decides the layer: the first name below `pagedkv`, empty for the package itself."""
+        return [*self.module.split("."), ""][1]
+
+    def imports(self) -> Iterator[Import]:
+        """Yield every import, those inside functions and under TYPE_CHECKING too."""
+        package = self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
+        guarded = {
+            id(inner)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+            for statement in node.body
+            for inner in ast.walk(statement)
+        }
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(alias.name, (), node.lineno, id(node) in guarded)
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                    base = ".".join([*parents, base] if base else parents)
+                yield Import(base, tuple(alias.name for alias in node.names), node.lineno, id(node) in guarded)
+
+
+def all_sources() -> list[Source]:
+    found = []
+    for path in source_files(".py", folders=("pagedkv", "graphs", "tools", "cuda_src")):
+        parts = list(path.relative_to(ROOT).with_suffix("").parts)
+        if parts[0] != "pagedkv":
+            parts.insert(0, "pagedkv")
+        if parts[-1] == "__init__":
+            parts.pop()
+        found.append(Source(path, ".".join(parts), ast.parse(path.read_text(encoding="utf-8"), str(path))))
+    return found
+
+
+SOURCES = all_sources()
+MODULES = {source.module for source in SOURCES}
+
+
+def imported_modules(imported: Import) -> list[str]:
+    """Return the modules of ours that an import reaches: `from pagedkv import pool` reaches pagedkv.pool."""
+    if imported.module.partition(".")[0] != "pagedkv":
+        return []
+    below = [f"{imported.module}.{name}" for name in imported.names if f"{imported.module}.{name}" in MODULES]
+    return below or [imported.module]
+
+
+def test_every_module_has_a_layer() -> None:
+    """A new module says where it belongs before it imports anything."""
+    homeless = sorted({s.part for s in SOURCES} - set(LAYER_OF) - {*CALLERS, "cuda_src"})
+
+    assert homeless == [], "add these to LAYER_OF"
+
+
+def test_imports_go_one_way() -> None:
+    """values <- ledgers <- combining <- store; the device side imports values only."""
+    broken = []
+    for source in SOURCES:
+        layer = LAYER_OF.get(source.part)
+        if layer is None:
+            continue
+        for imported in source.imports():
+            for module in imported_modules(imported):
+                target = [*module.split("."), ""][1]
+                if target in CALLERS or LAYER_OF.get(target, "values") not in MAY_IMPORT[layer]:
+                    broken.append(f"{name_of(source.path)}:{imported.line}: {layer} imports {module}")
+                if target == "" and source.part:
+                    broken.append(f"{name_of(source.path)}:{imported.line}: imports the package that gathers it")
+
+    assert broken == []
+
+
+def test_no_import_cycles() -> None:
+    """A cycle means that a noun is missing; an import inside a function does not cure it.
+
+    Imports for annotations do not count: an object may name the type of its owner.
+    """
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for source in SOURCES:
+        for imported in source.imports():
+            if not imported.is_for_types:
+                graph[source.module].update(set(imported_modules(imported)) & MODULES - {source.module})
+    # What nothing imports any more is removed, again and again; what is left lies on a cycle or leads to one.
+    while leaves := [module for module, targets in graph.items() if not targets]:
+        for leaf in leaves:
+            del graph[leaf]
+        for targets in graph.values():
+            targets.difference_update(leaves)
+
+    assert sorted(graph) == []
+
+
+def test_graphs_and_tools_use_public_names_only() -> None:
+    """They are callers like any other (C1.2): `pagedkv.__all__`, and their own package."""
+    import pagedkv.graphs
+
+    public = {"pagedkv": {*pk.__all__, "graphs"}, "pagedkv.graphs": set(pagedkv.graphs.__all__)}
+    broken = []
+    for source in SOURCES:
+        if source.part not in CALLERS:
+            continue
+        own = f"pagedkv.{source.part}"
+        aliases: dict[str, str] = {}
+        for imported in source.imports():
+            where = f"{name_of(source.path)}:{imported.line}"
+            if imported.module == own or imported.module.startswith(own + "."):
+                continue
+            if imported.module in public:
+                broken += [f"{where}: {n} is not public" for n in imported.names if n not in public[imported.module]]
+            elif imported.module.partition(".")[0] == "pagedkv":
+                broken.append(f"{where}: imports {imported.module} instead of a public name")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Import):
+                aliases.update({a.asname or a.name: a.name for a in node.names if a.name in public})
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+                continue
+            package = aliases.get(node.value.id)
+            if package and node.attr not in public[package]:
+                broken.append(f"{name_of(source.path)}:{node.lineno}: {node.value.id}.{node.attr} is not public")
+
+    assert broken == []
+
+
+def test_third_party_imports_stay_where_they_belong() -> None:
+    """Ledgers and values know NumPy and the standard library; only the device side knows CuPy."""
+    broken = []
+    for source in SOURCES:
+        layer = LAYER_OF.get(source.part, source.part)
+        for imported in source.imports():
+            top = imported.module.partition(".")[0]
+            if top not in sys.stdlib_module_names | {"pagedkv"} | THIRD_PARTY.get(layer, set()):
+                broken.append(f"{name_of(source.path)}:{imported.line}: {layer} imports {top}")
+
+    assert broken == []
+
+
+def test_bootstrap_needs_the_standard_library_only() -> None:
+    """It runs before anything is installed."""
+    (bootstrap,) = (s for s in SOURCES if s.module == "pagedkv.tools.bootstrap")
+    foreign = [i.module for i in bootstrap.imports() if i.module.partition(".")[0] not in sys.stdlib_module_names]
+
+    assert foreign == []
+
+
+IMPORT_ALONE = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"cupy", "cupy_backends", "ziglang", "cuda", "nvidia", "torch"}:
+            raise ImportError(f"{name} is blocked in this test")
+
+def no_processes(event, arguments):
+    if event in {"subprocess.Popen", "os.posix_spawn", "os.exec", "os.system", "os.fork", "os.forkpty"}:
+        raise RuntimeError(f"{event} during import: {arguments}")
+
+sys.meta_path.insert(0, Blocker())
+sys.addaudithook(no_processes)
+for module in sys.argv[1:]:
+    __import__(module)
+"""
+
+
+@pytest.mark.parametrize("modules", [("pagedkv",), ("pagedkv", "pagedkv.graphs"), ("pagedkv.tools.command",)])
+def test_import_needs_neither_cupy_nor_a_compiler(modules: tuple[str, ...]) -> None:
+    """`import pagedkv` works with CuPy absent, starts no process, and is quiet."""
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALONE, *modules],
+        cwd=ROOT,
+        env={"PATH": "", "HOME": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (0, "", "") == (result.returncode, result.stdout, result.stderr)

@@ -1,0 +1,156 @@
+"""The command: figures on stdout, talk on stderr, and the four exit codes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import pagedkv as pk
+from pagedkv.tools import command, doctor
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(command.main, list(arguments), prog_name="pagedkv")
+
+
+def refusal(kind: type[pk.PagedKVError]) -> pk.PagedKVError:
+    return kind("this", expected="that", got="other", remedy="do it", clause="C1.1")
+
+
+@pytest.fixture
+def failing(request: pytest.FixtureRequest) -> Any:
+    """A group like the real one with a command that raises the parametrized error."""
+
+    @click.group(cls=command.PagedKVGroup)
+    def group() -> None:
+        pass
+
+    @group.command()
+    def fail() -> None:
+        raise refusal(request.param)
+
+    return group
+
+
+def test_version_is_the_projects() -> None:
+    """Installed or run from the checkout."""
+    result = invoke("--version")
+
+    assert (0, f"pagedkv, version {command.version()}\n") == (result.exit_code, result.stdout)
+
+
+def test_help_prints_a_clause() -> None:
+    """The words that an error cites are one command away."""
+    result = invoke("help", "C12.2")
+
+    assert (0, pk.clause("C12.2") + "\n") == (result.exit_code, result.stdout)
+
+
+def test_help_prints_a_codec_section_with_or_without_quotes() -> None:
+    """Two words are one name."""
+    assert invoke("help", "codecs", "3").stdout == invoke("help", "codecs 3").stdout == pk.clause("codecs 3") + "\n"
+
+
+def test_help_lists_commands_and_sections() -> None:
+    """Nested commands under their full names."""
+    result = invoke("help")
+
+    for line in ("kernels report", "doctor", "run", "C16", "codecs 8"):
+        assert line in result.stdout
+
+
+def test_an_unknown_clause_is_usage() -> None:
+    """Exit code 2; nothing on stdout."""
+    result = invoke("help", "c12.9")
+
+    assert (2, "") == (result.exit_code, result.stdout)
+    assert "C12.2" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("failing", "code"),
+    [(pk.MissingRequirement, 3), (pk.ConfigError, 2), (pk.MisuseError, 2), (pk.CapacityError, 1), (pk.StaleHandle, 1)],
+    indirect=["failing"],
+)
+def test_refusals_become_exit_codes(failing: click.Group, code: int) -> None:
+    """The message goes to stderr, without a traceback."""
+    result = CliRunner().invoke(failing, ["fail"])
+
+    assert (code, "") == (result.exit_code, result.stdout)
+    assert "this was refused: expected that, got other; do it. (C1.1)" in result.stderr
+
+
+def test_run_without_a_prompt_is_usage() -> None:
+    """Click's own refusal."""
+    assert invoke("run").exit_code == 2
+
+
+def test_an_unknown_architecture_is_usage() -> None:
+    """The message lists the known ones."""
+    result = invoke("kernels", "report", "--arch", "sm_75")
+
+    assert result.exit_code == 2
+    assert "sm_120" in result.stderr
+
+
+def test_doctor_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema, version, devices, checks."""
+    checks = (doctor.Check("device cpu", "ok", "fine"), doctor.Check("device cuda", "missing", "none", "buy one"))
+    monkeypatch.setattr(doctor, "diagnose", lambda: doctor.Diagnosis(checks, {"cpu": True, "cuda": False}))
+    result = invoke("doctor", "--json")
+
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "schema": 1,
+        "version": command.version(),
+        "devices": {"cpu": True, "cuda": False},
+        "checks": [
+            {"name": "device cpu", "status": "ok", "found": "fine", "remedy": ""},
+            {"name": "device cuda", "status": "missing", "found": "none", "remedy": "buy one"},
+        ],
+    }
+
+
+def test_doctor_says_what_to_do_when_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 3, and the remedy beside the missing thing."""
+    checks = (doctor.Check("device cpu", "missing", "no compiler", "install one"),)
+    monkeypatch.setattr(doctor, "diagnose", lambda: doctor.Diagnosis(checks, {"cpu": False, "cuda": False}))
+    result = invoke("doctor")
+
+    assert result.exit_code == 3
+    assert "-> install one" in result.stdout
+
+
+def test_doctor_looks_at_this_machine() -> None:
+    """Every missing thing has a remedy, and the cpu device opens."""
+    diagnosis = doctor.diagnose()
+
+    assert diagnosis.devices["cpu"]
+    assert [] == [check.name for check in diagnosis.checks if (check.status == "missing") != bool(check.remedy)]
+
+
+def test_a_device_that_is_refused_is_missing_with_its_remedy() -> None:
+    """The refusal's own words."""
+
+    def refuse(name: str) -> pk.Device:
+        raise refusal(pk.MissingRequirement)
+
+    assert doctor.check_device("cuda", refuse) == doctor.Check("device cuda", "missing", "other", "do it")
+
+
+def test_a_compiler_is_found_in_the_devices_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """$CXX, then g++, then clang++, then ziglang."""
+    monkeypatch.setenv("CXX", "my-c++ -m64")
+    monkeypatch.setattr("shutil.which", lambda name: f"bin/{name}")
+    assert doctor.check_compiler().found == "bin/my-c++ ($CXX)"
+
+    monkeypatch.delenv("CXX")
+    assert doctor.check_compiler().found == "bin/g++"
+
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert doctor.check_compiler().status == "missing"

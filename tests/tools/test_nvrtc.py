@@ -1,0 +1,146 @@
+"""The NVRTC binding and the arithmetic of the kernel report."""
+
+from __future__ import annotations
+
+import pytest
+
+import pagedkv as pk
+from pagedkv.tools.kernel_set import LIMITS, KernelFigures, occupancy, read_headers, report
+from pagedkv.tools.nvrtc import Compiled, KernelResources, Nvrtc, compile_program, load_nvrtc, read_resources
+
+LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'second' for 'sm_90'
+ptxas info    : Function properties for second
+ptxas         .     400 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Function properties for helper
+ptxas         .     8 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 408 bytes cumulative stack size, 1200 bytes smem
+ptxas info    : Compiling entry function 'first' for 'sm_90'
+ptxas info    : Function properties for first
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 0 barriers
+"""
+PTX = """\
+.visible .entry second(
+    .param .u64 a
+)
+.maxntid 64, 2, 1
+{
+}
+.visible .entry first(
+    .param .u64 a
+)
+{
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    """NVRTC, an external tool that may be absent."""
+    try:
+        return load_nvrtc()
+    except pk.MissingRequirement as missing:
+        pytest.skip(f"no NVRTC: {missing.remedy}")
+
+
+def resources(*, registers: int, threads: int | None = 128, shared_bytes: int = 0) -> KernelResources:
+    return KernelResources("k", registers, 0, 0, 0, shared_bytes, threads)
+
+
+def test_an_assembler_log_is_read_kernel_by_kernel() -> None:
+    """Figures of a function that was not inlined are charged to its kernel."""
+    found = read_resources(Compiled(LOG, PTX, True))
+
+    assert found == [
+        KernelResources("first", 32, 0, 0, 0, 0, None),
+        KernelResources("second", 255, 20, 12, 408, 1200, 128),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "threads", "shared_bytes", "expected"),
+    [
+        ("sm_90", 255, 128, 0, 2 * 128 / 2048),  # 8192 registers a warp: 8 warps, 2 blocks
+        ("sm_90", 32, 128, 0, 1.0),
+        ("sm_90", 32, 32, 0, 32 * 32 / 2048),  # the number of blocks is the limit
+        ("sm_80", 40, 128, 48 * 1024, 3 * 128 / 2048),  # 49 KiB with the reserve: 3 blocks in 164 KiB
+        ("sm_89", 128, 256, 0, 2 * 256 / 1536),
+    ],
+)
+def test_occupancy_is_limited_by_the_scarcest_resource(
+    arch: str, registers: int, threads: int, shared_bytes: int, expected: float
+) -> None:
+    """Registers, blocks, shared bytes and threads, each as the limit once."""
+    found = resources(registers=registers, threads=threads, shared_bytes=shared_bytes)
+
+    assert occupancy(arch, found) == expected
+
+
+def test_a_kernel_without_a_launch_bound_has_no_occupancy() -> None:
+    """Its block size is not known here."""
+    assert all(occupancy(arch, resources(registers=32, threads=None)) is None for arch in LIMITS)
+
+
+def test_the_report_has_the_promised_fields() -> None:
+    """Others rely on these names."""
+    figures = KernelFigures("bf16_d64/append_rows", "sm_90", 32, 0, 0, 0, 0, 1.0)
+
+    assert report([figures]) == {
+        "schema": 1,
+        "kernels": [
+            {
+                "name": "bf16_d64/append_rows",
+                "arch": "sm_90",
+                "registers": 32,
+                "spill_load_bytes": 0,
+                "spill_store_bytes": 0,
+                "local_bytes": 0,
+                "shared_bytes": 0,
+                "occupancy": 1.0,
+            }
+        ],
+        "counts": [],
+    }
+
+
+@pytest.mark.parametrize("field", ["spill_load_bytes", "spill_store_bytes", "local_bytes"])
+def test_spills_and_local_memory_are_findings(field: str) -> None:
+    """Each of the three alone is enough."""
+    clean = KernelFigures("m/k", "sm_90", 32, 0, 0, 0, 4096, 1.0)
+    spilling = KernelFigures(**{**clean.as_json(), field: 4})  # type: ignore[arg-type]
+
+    assert (False, True) == (clean.has_finding, spilling.has_finding)
+
+
+def test_a_real_compilation_reports_local_memory_and_the_launch_bound(nvrtc: Nvrtc) -> None:
+    """An array indexed at run time lives in local memory; headers come from memory."""
+    text = """
+        #include "size.h"
+        extern "C" __global__ void __launch_bounds__(64) indexed(float* o) {
+            float x[SIZE];
+            for (int i = 0; i < SIZE; i++) x[i] = o[i];
+            o[0] = x[(int)o[3]];
+        }
+    """
+    options = ["--gpu-architecture=sm_90", "--ptxas-options=-v"]
+    compiled = compile_program(nvrtc, text, name="t.cu", headers={"size.h": "#define SIZE 100"}, options=options)
+    (found,) = read_resources(compiled)
+
+    assert ("indexed", 400, 64) == (found.kernel, found.local_bytes, found.threads_max)
+
+
+def test_a_text_with_errors_is_reported_with_its_log(nvrtc: Nvrtc) -> None:
+    """The compiler's own words, with the name that was given."""
+    compiled = compile_program(nvrtc, "oops", name="wrong.cu", headers={}, options=["--gpu-architecture=sm_90"])
+
+    assert not compiled.is_ok
+    assert "wrong.cu" in compiled.log
+
+
+def test_every_kernel_source_is_handed_to_the_compiler() -> None:
+    """A module includes by name; the names are the files' own."""
+    names = set(read_headers())
+
+    assert {source for spec in pk.shipped_modules() for source in spec.sources} <= names

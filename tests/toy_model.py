@@ -1,0 +1,82 @@
+"""A model small enough to read at a glance and so sensitive that one flipped bit changes its text.
+
+Queries, keys and values are rows of fixed tables, picked by a hash of the token, its position and the
+bits of the previous layer's attention output; the next token is a hash of the last output's bits.
+Equal tokens therefore mean equal bits in every layer of every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import pagedkv as pk
+from pagedkv.graphs import Unit
+from tests.bf16 import bf16_from_f32
+
+TABLE_ROWS = 257
+
+
+class ToyModel:
+    """Random tables on the device; one attention per layer, no linear algebra."""
+
+    def __init__(self, store: pk.Store, *, seed: int = 7, vocabulary: int = 1009) -> None:
+        geometry = store.config.geometry
+        self.geometry = geometry
+        self.vocabulary = vocabulary
+        random = np.random.default_rng(seed)
+        self.q_table = _table(store, random, geometry.query_heads, geometry.head_dim)
+        self.k_table = _table(store, random, geometry.kv_heads, geometry.head_dim)
+        self.v_table = _table(store, random, geometry.kv_heads, geometry.head_dim)
+        self.enqueue_count = 0
+
+    def enqueue(self, unit: Unit) -> None:
+        """Enqueue all layers; counts how often it is called."""
+        self.enqueue_count += 1
+        rows = (unit.batch, unit.width)
+        q = unit.empty((*rows, self.geometry.query_heads, self.geometry.head_dim), np.uint16)
+        out = unit.empty((*rows, self.geometry.query_heads, self.geometry.head_dim), np.uint16)
+        k = unit.empty((*rows, self.geometry.kv_heads, self.geometry.head_dim), np.uint16)
+        v = unit.empty((*rows, self.geometry.kv_heads, self.geometry.head_dim), np.uint16)
+        state = unit.empty(rows, np.int64)
+        unit.call(toy_start, unit.tokens, unit.first_positions, state)
+        for layer in range(self.geometry.layers):
+            unit.call(toy_project, state, layer, self.q_table, self.k_table, self.v_table, q, k, v)
+            unit.attend(layer, q, k, v, out)
+            unit.call(toy_mix, out, state)
+        unit.call(toy_sample, state, self.vocabulary, unit.next_tokens)
+
+
+def toy_start(tokens: Any, first_positions: Any, state: Any) -> None:
+    """state (B, W) int64 = a hash of token and position."""
+    positions = first_positions[:, None] + np.arange(tokens.shape[1])
+    state[...] = tokens.astype(np.int64) * 7919 + positions * 104729
+
+
+def toy_project(state: Any, layer: int, q_table: Any, k_table: Any, v_table: Any, q: Any, k: Any, v: Any) -> None:
+    """Pick rows of the tables by the state's hash."""
+    index = (state + layer * 31) % TABLE_ROWS
+    q[...] = q_table[index]
+    k[...] = k_table[(index * 3 + 1) % TABLE_ROWS]
+    v[...] = v_table[(index * 5 + 2) % TABLE_ROWS]
+
+
+def toy_mix(out: Any, state: Any) -> None:
+    """Fold the bits of an attention output (B, W, Hq, D) into the state."""
+    bits = out.reshape(*out.shape[:2], -1).astype(np.int64)
+    weights = np.arange(bits.shape[-1]) * 2 + 1
+    state[...] = (state * 1_000_003 + (bits * weights).sum(axis=-1)) % 2_147_483_647
+
+
+def toy_sample(state: Any, vocabulary: int, next_tokens: Any) -> None:
+    """The next token is the state's hash."""
+    next_tokens[...] = state % vocabulary
+
+
+def _table(store: pk.Store, random: np.random.Generator, heads: int, head_dim: int) -> Any:
+    values = bf16_from_f32(random.standard_normal((TABLE_ROWS, heads, head_dim)).astype(np.float32))
+    table = store.device.empty(values.shape, np.uint16)
+    store.device.copy(table, values, store.stream)
+    store.stream.synchronize()
+    return table

@@ -1,0 +1,224 @@
+"""The `pagedkv` command.
+
+Figures go to stdout, talk to stderr.  Every command that prints figures takes `--json` and then prints one
+object with `"schema": 1`.  Exit codes: 0 ok, 1 a finding, 2 usage, 3 something is missing (and how to get it).
+
+A subcommand is a thin shell: it parses, calls one module of `tools/`, prints.  Modules with heavy imports are
+imported by the subcommand that needs them, so that `pagedkv help C12.2` answers at once.
+
+Read next: `doctor.py`, `kernel_set.py`, `run.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+import pagedkv as pk
+
+EXIT_FINDING = 1
+EXIT_USAGE = 2
+EXIT_MISSING = 3
+ARCHITECTURE_COLUMNS = ("name", "arch", "registers", "spill_load", "spill_store", "local", "shared", "occupancy")
+
+
+class PagedKVGroup(click.Group):
+    """A group that turns the library's refusals into messages and exit codes instead of tracebacks."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand."""
+        try:
+            return super().invoke(ctx)
+        except pk.MissingRequirement as missing:
+            click.echo(f"pagedkv: {missing}", err=True)
+            ctx.exit(EXIT_MISSING)
+        except pk.MisuseError as misuse:
+            click.echo(f"pagedkv: {misuse}", err=True)
+            ctx.exit(EXIT_USAGE)
+        except pk.PagedKVError as error:
+            click.echo(f"pagedkv: {error}", err=True)
+            ctx.exit(EXIT_FINDING)
+
+
+def version() -> str:
+    """Return the library's version: of the installed distribution, or of the checkout that runs uninstalled."""
+    try:
+        return importlib.metadata.version("pagedkv")
+    except importlib.metadata.PackageNotFoundError:
+        project = Path(__file__).resolve().parent.parent / "pyproject.toml"
+        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
+
+
+@click.group(cls=PagedKVGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version=version(), prog_name="pagedkv")
+def main() -> None:
+    """A growing, paged KV cache for LLM inference.
+
+    Exit codes: 0 ok, 1 a finding, 2 usage, 3 something is missing.
+    """
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool) -> None:
+    """Say what this machine can run, and how to get what is missing."""
+    from pagedkv.tools.doctor import diagnose
+
+    diagnosis = diagnose()
+    if as_json:
+        click.echo(json.dumps({**diagnosis.as_json(), "version": version()}))
+    else:
+        width = max(len(check.name) for check in diagnosis.checks)
+        for check in diagnosis.checks:
+            click.echo(f"{check.status:<7}  {check.name:<{width}}  {check.found}")
+            if check.remedy:
+                click.echo(f"{'':<7}  {'':<{width}}  -> {check.remedy}")
+    if not diagnosis.can_run:
+        click.echo("pagedkv: no device can run on this machine; see the lines marked missing", err=True)
+        sys.exit(EXIT_MISSING)
+
+
+@main.command(name="help")
+@click.argument("clause", nargs=-1)
+@click.pass_context
+def help_command(ctx: click.Context, clause: tuple[str, ...]) -> None:
+    """Print a clause of the contract or a section of the codecs.
+
+    CLAUSE is a name as errors cite it: C12.2, C12 or codecs 3. Without one, the commands and the titles of all
+    sections are listed.
+    """
+    if clause:
+        click.echo(pk.clause(" ".join(clause)))
+        return
+    click.echo("Commands (pagedkv COMMAND --help):\n")
+    commands = list(all_commands(main, ctx))
+    width = max(len(name) for name, _ in commands)
+    for name, summary in commands:
+        click.echo(f"  {name:<{width}}  {summary}")
+    click.echo("\nSections (pagedkv help C12, pagedkv help C12.2, pagedkv help codecs 3):\n")
+    for section in pk.clauses().values():
+        if section.is_section:
+            click.echo(f"  {section.name:<10}{section.title}")
+
+
+def all_commands(group: click.Group, ctx: click.Context, prefix: str = "") -> Sequence[tuple[str, str]]:
+    """Return (name, summary) of every command, those of nested groups under their full name."""
+    found: list[tuple[str, str]] = []
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        assert command is not None, f"click lists {name} and does not know it"
+        if isinstance(command, click.Group):
+            found += all_commands(command, ctx, f"{prefix}{name} ")
+        else:
+            found.append((prefix + name, command.get_short_help_str(limit=90)))
+    return found
+
+
+@main.command()
+@click.option("--prompt", "prompts", multiple=True, required=True, help="A prompt; repeat it for a batch.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--profile", default="bf16", show_default=True, help="Storage profile of the KV cache (C4).")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--max-concurrency", type=click.IntRange(min=1), default=8, show_default=True, help="Rows at a time.")
+@click.option("--max-context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a row.")
+@click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the text then goes to stderr.")
+def run(
+    prompts: tuple[str, ...],
+    device: str,
+    profile: str,
+    max_new_tokens: int,
+    max_concurrency: int,
+    max_context: int,
+    chat: bool,
+    as_json: bool,
+) -> None:
+    """Decode prompts together with a small real model."""
+    from pagedkv.tools.run import run_prompts
+
+    run_prompts(
+        prompts=prompts,
+        device=device,
+        profile=profile,
+        max_new_tokens=max_new_tokens,
+        max_concurrency=max_concurrency,
+        max_context=max_context,
+        chat=chat,
+        json=as_json,
+    )
+
+
+@main.group()
+def kernels() -> None:
+    """Look at the shipped kernels."""
+
+
+@kernels.command(name="report")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--arch", "architectures", multiple=True, help="Only this architecture, such as sm_90; repeatable.")
+@click.option("--module", "modules", multiple=True, help="Only modules whose name contains this; repeatable.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time; the number of cores by default.")
+def kernels_report(as_json: bool, architectures: tuple[str, ...], modules: tuple[str, ...], jobs: int | None) -> None:
+    """Registers, spills, local and shared bytes of every shipped kernel.
+
+    Compiles the set with NVRTC for every architecture; needs no GPU. A spill or local memory is a finding: exit code 1.
+    """
+    from pagedkv.tools import kernel_set
+
+    wrong = sorted(set(architectures) - set(kernel_set.ARCHITECTURES))
+    if wrong:
+        raise click.BadParameter(f"{', '.join(wrong)} is not of {', '.join(kernel_set.ARCHITECTURES)}")
+    try:
+        figures = kernel_set.compile_set(
+            architectures=architectures or kernel_set.ARCHITECTURES,
+            names=modules,
+            jobs=jobs,
+            progress=progress_line,
+        )
+    except kernel_set.KernelCompileError as error:
+        click.echo(f"pagedkv: {error}", err=True)
+        sys.exit(EXIT_FINDING)
+    if as_json:
+        click.echo(json.dumps(kernel_set.report(figures)))
+    else:
+        print_figures(figures)
+    findings = [f for f in figures if f.has_finding]
+    for finding in findings:
+        click.echo(
+            f"pagedkv: {finding.name} on {finding.arch}: expected no spill and no local memory, got "
+            f"{finding.spill_store_bytes} bytes of spill stores, {finding.spill_load_bytes} of spill loads, "
+            f"{finding.local_bytes} of local memory",
+            err=True,
+        )
+    compiled = len({(f.name.partition("/")[0], f.arch) for f in figures})
+    click.echo(f"{len(figures)} kernels in {compiled} modules, {len(findings)} with spills or local memory", err=True)
+    if findings:
+        sys.exit(EXIT_FINDING)
+
+
+def print_figures(figures: Sequence[Any]) -> None:
+    """Print kernel figures as a table."""
+    name_width = max((len(f.name) for f in figures), default=0)
+    head = "  ".join(f"{column:>11}" for column in ARCHITECTURE_COLUMNS[1:])
+    click.echo(f"{ARCHITECTURE_COLUMNS[0]:<{name_width}}  {head}")
+    for f in figures:
+        occupancy = "-" if f.occupancy is None else f"{f.occupancy:.3f}"
+        cells = (f.arch, f.registers, f.spill_load_bytes, f.spill_store_bytes, f.local_bytes, f.shared_bytes, occupancy)
+        click.echo(f"{f.name:<{name_width}}  " + "  ".join(f"{cell!s:>11}" for cell in cells))
+
+
+def progress_line(text: str) -> None:
+    """Overwrite one line on a terminal; a pipe or a log file gets nothing."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{text}\r", nl=False, err=True)
+
+
+if __name__ == "__main__":
+    main(prog_name="pagedkv")
