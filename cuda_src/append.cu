@@ -134,11 +134,11 @@ extern "C" __global__ void encode_unrotated(const float* __restrict__ values, ui
             spread16(x, load8(source), load8(source + 8));
         }
         if (role == 0) {
-            encode_row<kCodecK>(x, codes + row * code_row_bytes(kCodecK), scales + row * scale_row_bytes(kCodecK), words,
-                                lane, piece, is_live);
+            encode_row<kCodecK>(x, codes + row * code_row_bytes(kCodecK), scales + row * scale_row_bytes(kCodecK),
+                                words, lane, piece, is_live);
         } else {
-            encode_row<kCodecV>(x, codes + row * code_row_bytes(kCodecV), scales + row * scale_row_bytes(kCodecV), words,
-                                lane, piece, is_live);
+            encode_row<kCodecV>(x, codes + row * code_row_bytes(kCodecV), scales + row * scale_row_bytes(kCodecV),
+                                words, lane, piece, is_live);
         }
     }
 }

@@ -13,20 +13,21 @@
 //           dims 0-7, 8-15, ...     dims 0-7, ...
 //           sub-stream 0            sub-stream 1
 //
-// At the end of a group the partial O of all sub-streams and streams meet in shared memory, in order.  Everything a row
+// At the end of a group the partial O of all sub-streams and streams meet in shared memory, in order.  All that a row
 // computes depends on its own query, its own position and its own cache content: which tile it stands in, and what the
 // other rows of the tile see, only decides which loads happen (C14.6).  Stale bytes behind a row's position are either
 // not loaded or left out by a select.
 //
-//   kernel                      grid (x, y, z)                    block   shared bytes            called from
-//   causal_attention_decode     (key groups * tiles, Hkv, B)      128     4*R*D + 32 KiB + ...    ops, route "decode"
-//   causal_attention_merge      (tiles, Hkv, B)                   128     4*R*D                   after it, if > 1 group
-//   causal_attention_prefill    (tiles, Hkv, 1)                   128     as decode               ops, route "prefill"
+//   kernel                     grid (x, y, z)                 block   shared bytes              called from
+//   causal_attention_decode    (key groups * tiles, Hkv, B)   128     32 * D + 33,056           ops, route "decode"
+//   causal_attention_merge     (tiles, Hkv, B)                128     32 * D where V rotates    after it, if > 1 group
+//   causal_attention_prefill   (tiles, Hkv, 1)                128     as decode                 ops, route "prefill"
 //
-// decode: one block per key group; a row whose context is one group is finished there, other rows leave (O, m, l) in the
-// workspace, and the merge folds the groups from the left.  The grid depends on shapes only; blocks of groups beyond the
-// tile's last position return at once (C15.3).  prefill: one block walks all groups and folds as it goes, with the same
-// arithmetic.  Inert columns produce exact +0 and lse -infinity.
+// decode: one block per key group; a row whose context is one group is finished there, other rows leave (O, m, l) in
+// the workspace, and the merge folds the groups from the left.  The grid depends on shapes only; blocks of groups
+// beyond the tile's last position return at once (C15.3).  prefill: one block walks all groups and folds as it goes,
+// with the same arithmetic.  Inert columns, and all columns of an entry with table row -1, produce exact +0 and lse
+// -infinity.
 //
 // Workspace: O (B, Hkv, W*group, groups, D) FP32, not divided by l; then (m, l) (B, Hkv, W*group, groups, 2) FP32.
 // Read next: `pagedkv/ops.py`.
@@ -40,6 +41,7 @@
 namespace pagedkv {
 
 constexpr int kRows = 8;                        // query rows of a tile: one number per row is one Float8
+constexpr int kFewRows = 4;                     // a decode tile with at most so many live rows computes no others
 constexpr int kThreads = 32 * kStreams;
 constexpr int kChunks = kHeadDim / 8;           // lanes across a V row
 constexpr int kSubStreams = 32 / kChunks;       // V rows a warp reads side by side
@@ -84,8 +86,8 @@ struct Tile {
     __device__ __forceinline__ int64_t output_row(const Attention& op, int row) const {
         const int column = (row_begin + row) / op.group_size;
         const int head_in_group = row_begin + row - column * op.group_size;
-        return (static_cast<int64_t>(entry) * op.width + column) * (op.kv_heads * op.group_size) + head * op.group_size +
-               head_in_group;
+        const int64_t token = static_cast<int64_t>(entry) * op.width + column;
+        return token * (op.kv_heads * op.group_size) + head * op.group_size + head_in_group;
     }
 
     // Row of the workspace that holds key group `group` of row `row`.
@@ -103,7 +105,8 @@ __device__ __forceinline__ Tile tile_of(const Attention& op, int tile) {
     const int rows_left = op.width * op.group_size - result.row_begin;
     result.rows = rows_left < kRows ? rows_left : kRows;
     const int valid = op.valid_columns != nullptr ? op.valid_columns[result.entry] : op.width;
-    const int live_left = (valid < op.width ? valid : op.width) * op.group_size - result.row_begin;
+    const int columns = op.table_rows[result.entry] < 0 ? 0 : valid < op.width ? valid : op.width;
+    const int live_left = columns * op.group_size - result.row_begin;
     result.live_rows = live_left < 0 ? 0 : live_left < result.rows ? live_left : result.rows;
     result.first_position = result.live_rows > 0 ? op.first_positions[result.entry] : 0;
     result.last_position = result.live_rows > 0 ? result.position_of(op, result.live_rows - 1) : -1;
@@ -147,11 +150,11 @@ __device__ __forceinline__ void store_inert_rows(const Attention& op, const Tile
     if (op.lse != nullptr && piece == 0) op.lse[tile.output_row(op, row)] = -infinity();
 }
 
-// Divides by l, rotates back where V is rotated, rounds and writes.  Called by whole warps of a tile's threads; `scratch`
-// is (kRows, D) shared floats.  l is never zero for a live row unless all its scores are -infinity, and then 0 / 0
-// gives the NaN that the softmax itself gives: no guard, so that a NaN scale reaches the output.
-__device__ __forceinline__ void finish(const Attention& op, const Tile& tile, const Share& share, float* scratch, int row,
-                                       int piece, bool is_live) {
+// Divides by l, rotates back where V is rotated, rounds and writes.  Called by whole warps of a tile's threads;
+// `scratch` is (kRows, D) shared floats.  l is zero for a live row only if all its scores are -infinity, and then 0 / 0
+// is the NaN that the softmax itself gives: no guard stands here, so that a NaN scale reaches the output.
+__device__ __forceinline__ void finish(const Attention& op, const Tile& tile, const Share& share, float* scratch,
+                                       int row, int piece, bool is_live) {
     float y[kLaneDims];
     spread16(y, share.o[0], share.o[1]);
     PK_UNROLL
@@ -170,13 +173,15 @@ __device__ __forceinline__ void finish(const Attention& op, const Tile& tile, co
 
 // ---- one stream over the pages of one key group --------------------------------------------------------------------
 
-// Adds the products of 8 dims to every row's running sums; `q` is (kRows, D) shared, at the first of these dims.
+// Adds the products of 8 dims to the running sums of kUsed rows; `q` is (kRows, D) shared, at the first of these dims.
+template <int kUsed>
 __device__ __forceinline__ void add_products(Float8 (&sums)[kRows], const Float8& key, const float* q) {
     PK_UNROLL
-    for (int r = 0; r < kRows; ++r) sums[r] = fused(key, load8(q + r * kHeadDim), sums[r]);
+    for (int r = 0; r < kUsed; ++r) sums[r] = fused(key, load8(q + r * kHeadDim), sums[r]);
 }
 
-// Returns scale_log2 * dot(q[r], K) of one key for every row r.
+// Returns scale_log2 * dot(q[r], K) of one key for every row r below kUsed, and zeros.
+template <int kUsed>
 __device__ __forceinline__ Float8 score_key(const uint8_t* code_row, const uint8_t* scale_row, const float* q,
                                             float scale_log2) {
     constexpr int kLoadDims = kCodecK == Codec::kBf16 ? 8 : kCodecK == Codec::kFp4 ? 32 : 16;  // dims in 16 bytes
@@ -187,13 +192,13 @@ __device__ __forceinline__ Float8 score_key(const uint8_t* code_row, const uint8
     for (int dim = 0; dim < kHeadDim; dim += kLoadDims) {
         const uint4 codes = load16(code_row + dim / kLoadDims * 16);
         if constexpr (kCodecK == Codec::kBf16) {
-            add_products(sums, bf16_decode8(codes), q + dim);
+            add_products<kUsed>(sums, bf16_decode8(codes), q + dim);
         } else if constexpr (kCodecK == Codec::kFp4) {
             PK_KEEP_LOOP  // several decoded vectors at a time would cost spills
             for (int i = 0; i < 4; ++i) {
                 const uint32_t word = i == 0 ? codes.x : i == 1 ? codes.y : i == 2 ? codes.z : codes.w;
                 const float scale = group_scale<kCodecK>(scale_row, dim + 8 * i);
-                add_products(sums, multiply(e2m1_decode8_doubled(word), scale), q + dim + 8 * i);
+                add_products<kUsed>(sums, multiply(e2m1_decode8_doubled(word), scale), q + dim + 8 * i);
             }
         } else {
             PK_KEEP_LOOP
@@ -201,9 +206,9 @@ __device__ __forceinline__ Float8 score_key(const uint8_t* code_row, const uint8
                 const uint2 half = i == 0 ? make_uint2(codes.x, codes.y) : make_uint2(codes.z, codes.w);
                 if constexpr (kCodecK == Codec::kInt8) {
                     const float scale = group_scale<kCodecK>(scale_row, dim);
-                    add_products(sums, multiply(int8_decode8(half), scale), q + dim + 8 * i);
+                    add_products<kUsed>(sums, multiply(int8_decode8(half), scale), q + dim + 8 * i);
                 } else {
-                    add_products(sums, e4m3_decode8(half), q + dim + 8 * i);
+                    add_products<kUsed>(sums, e4m3_decode8(half), q + dim + 8 * i);
                 }
             }
         }
@@ -217,7 +222,8 @@ __device__ __forceinline__ Float8 score_key(const uint8_t* code_row, const uint8
 
 // Folds the pages of `stream` in [group_start, group_end) that the tile sees, and leaves the sub-streams' O in `slice`
 // (kSubStreams, kRows, D) and m, l of the rows in `sums` (2, kRows).  q: (kRows, D) shared floats; row_positions:
-// (kRows) shared, -1 for dead rows.
+// (kRows) shared, -1 for dead rows.  Rows from kUsed on are not computed.
+template <int kUsed>
 __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& tile, const float* q,
                                             const int* row_positions, float* slice, float* sums, int stream, int lane,
                                             int group_begin, int group_end) {
@@ -229,9 +235,9 @@ __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& til
 
     Float8 m = same8(-infinity());
     Float8 l = same8(0.0f);  // over this lane's own keys, until the end
-    Float8 o[kRows];
+    Float8 o[kUsed];
     PK_UNROLL
-    for (int r = 0; r < kRows; ++r) o[r] = same8(0.0f);
+    for (int r = 0; r < kUsed; ++r) o[r] = same8(0.0f);
     float* weights = slice;
     PK_KEEP_LOOP
     for (int block = (group_begin >> kPageShift) + stream; block <= page_end; block += kStreams) {
@@ -250,12 +256,12 @@ __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& til
             const int key = lane + 32 * half;
             scores[half] = same8(-infinity());
             if (key < any_end) {
-                scores[half] = score_key(row_address(op.k_codes, page, tile.head, key, code_row_bytes(kCodecK)),
-                                         row_address(op.k_scales, page, tile.head, key, scale_row_bytes(kCodecK)), q,
-                                         op.scale_log2);
+                scores[half] = score_key<kUsed>(
+                    row_address(op.k_codes, page, tile.head, key, code_row_bytes(kCodecK)),
+                    row_address(op.k_scales, page, tile.head, key, scale_row_bytes(kCodecK)), q, op.scale_log2);
                 if (key >= all_end) {
                     PK_UNROLL
-                    for (int r = 0; r < kRows; ++r) {
+                    for (int r = 0; r < kUsed; ++r) {
                         if (page_begin + key > row_positions[r]) scores[half][r] = -infinity();
                     }
                 }
@@ -290,7 +296,7 @@ __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& til
             store8(weights + (lane + 32 * half) * kRows, weight[half]);
         }
         PK_UNROLL
-        for (int r = 0; r < kRows; ++r) o[r] = multiply(o[r], rescale[r]);
+        for (int r = 0; r < kUsed; ++r) o[r] = multiply(o[r], rescale[r]);
         __syncwarp();
 
         int key = sub < kSubStreams ? sub : kPageTokens;
@@ -301,8 +307,9 @@ __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& til
             const Float8 value = decode8<kCodecV>(code_row, scale_row, chunk * 8);
             code_row += kSubStreams * code_row_bytes(kCodecV);
             scale_row += kSubStreams * scale_row_bytes(kCodecV);
+            const Float8 weight_of = load8(weights + key * kRows);
             PK_UNROLL
-            for (int r = 0; r < kRows; ++r) o[r] = fused(weights[key * kRows + r], value, o[r]);
+            for (int r = 0; r < kUsed; ++r) o[r] = fused(weight_of[r], value, o[r]);
         }
         PK_KEEP_LOOP
         for (; key < any_end; key += kSubStreams) {
@@ -310,7 +317,7 @@ __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& til
             code_row += kSubStreams * code_row_bytes(kCodecV);
             scale_row += kSubStreams * scale_row_bytes(kCodecV);
             PK_UNROLL
-            for (int r = 0; r < kRows; ++r) {
+            for (int r = 0; r < kUsed; ++r) {
                 if (page_begin + key <= row_positions[r]) o[r] = fused(weights[key * kRows + r], value, o[r]);
             }
         }
@@ -326,7 +333,7 @@ __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& til
     __syncwarp();  // the slice overlaps the weights that other lanes may still read
     if (sub < kSubStreams) {
         PK_UNROLL
-        for (int r = 0; r < kRows; ++r) store8(slice + (sub * kRows + r) * kHeadDim + chunk * 8, o[r]);
+        for (int r = 0; r < kUsed; ++r) store8(slice + (sub * kRows + r) * kHeadDim + chunk * 8, o[r]);
     }
     if (lane == 0) {
         store8(sums, m);
@@ -365,7 +372,8 @@ __device__ __forceinline__ void load_queries(const Attention& op, const Tile& ti
     const int row = threadIdx.x / kPieces;
     const int piece = threadIdx.x % kPieces;
     if (threadIdx.x < kRows) {
-        row_positions[threadIdx.x] = static_cast<int>(threadIdx.x) < tile.live_rows ? tile.position_of(op, threadIdx.x) : -1;
+        const int own_row = threadIdx.x;
+        row_positions[own_row] = own_row < tile.live_rows ? tile.position_of(op, own_row) : -1;
     }
     if (row >= kRows) return;
     float x[kLaneDims] = {};
@@ -382,17 +390,19 @@ __device__ __forceinline__ void load_queries(const Attention& op, const Tile& ti
 
 template <bool kIsPrefill>
 __device__ __forceinline__ void attend(const Attention& op) {
-    PK_SHARED(float, queries, kRows * kHeadDim);
-    PK_SHARED(float, slices, kStreams * kSliceFloats);
-    PK_SHARED(float, stream_sums, kStreams * kRows * 2);
-    PK_SHARED(int32_t, row_positions, kRows);
     const int tiles = kIsPrefill ? gridDim.x : gridDim.x / op.groups;
     // prefill: the longest contexts start first, so that the last blocks to finish are short ones.
     const int group = kIsPrefill ? 0 : blockIdx.x / tiles;
+    // Most groups of a long max_context lie beyond the row: leave before anything costs time.
+    if (group > 0 && op.first_positions[blockIdx.z] + op.width - 1 < group_start(group)) return;
     const Tile tile = tile_of(op, kIsPrefill ? tiles - 1 - blockIdx.x : blockIdx.x - group * tiles);
     if (group == 0 && tile.live_rows < tile.rows) store_inert_rows(op, tile);
     if (tile.live_rows == 0 || group_start(group) > tile.last_position) return;
 
+    PK_SHARED(float, queries, kRows * kHeadDim);
+    PK_SHARED(float, slices, kStreams * kSliceFloats);
+    PK_SHARED(float, stream_sums, kStreams * kRows * 2);
+    PK_SHARED(int32_t, row_positions, kRows);
     load_queries(op, tile, queries, row_positions);
     __syncthreads();
 
@@ -404,14 +414,21 @@ __device__ __forceinline__ void attend(const Attention& op) {
     Share share = {};
     PK_KEEP_LOOP
     for (int current = group; current <= last_group; ++current) {
-        fold_stream(op, tile, queries, row_positions, slices + stream * kSliceFloats, stream_sums + stream * kRows * 2,
-                    stream, lane, group_start(current), group_start(current + 1));
+        float* slice = slices + stream * kSliceFloats;
+        float* sums = stream_sums + stream * kRows * 2;
+        const int begin = group_start(current);
+        const int end = group_start(current + 1);
+        if (!kIsPrefill && tile.live_rows <= kFewRows) {
+            fold_stream<kFewRows>(op, tile, queries, row_positions, slice, sums, stream, lane, begin, end);
+        } else {
+            fold_stream<kRows>(op, tile, queries, row_positions, slice, sums, stream, lane, begin, end);
+        }
         __syncthreads();
-        if (row < kRows) {
+        if (row < tile.live_rows) {
             const Share next = merge_streams(slices, stream_sums, row, piece);
             if (current == group) {
                 share = next;
-            } else if (row_positions[row] >= group_start(current)) {
+            } else if (row_positions[row] >= begin) {
                 fold(share, next);
             }
         }
@@ -443,11 +460,11 @@ __device__ __forceinline__ void attend(const Attention& op) {
 
 // Folds the key groups of every row that has more than one.
 __device__ __forceinline__ void merge_groups(const Attention& op) {
-    PK_SHARED(float, scratch, kRows * kHeadDim);
     const Tile tile = tile_of(op, blockIdx.x);
     const int row = threadIdx.x / kPieces;
     const int piece = threadIdx.x % kPieces;
     if (row >= kRows || group_of(tile.last_position < 0 ? 0 : tile.last_position) == 0) return;
+    PK_SHARED(float, scratch, kRows * kHeadDim);
     const int last_group = row < tile.live_rows ? group_of(tile.position_of(op, row)) : 0;
     const bool is_live = last_group > 0;
     Share share = {};
@@ -479,38 +496,27 @@ __device__ __forceinline__ void merge_groups(const Attention& op) {
 // ---- kernels -------------------------------------------------------------------------------------------------------
 //
 // q, out: (B, W, Hq, D) BF16; lse: (B, W, Hq) FP32 or null; planes of one layer with their head and page strides in
-// bytes; block_table: (C, table_width); first_positions, table_rows, valid_columns: (B,), the last null when every column
-// is live; workspace: see above, null when groups == 1 or for prefill.  All rows 16-byte aligned.
+// bytes; block_table: (C, table_width); first_positions, table_rows, valid_columns: (B,), the last null when every
+// column is live; workspace: see above, null when groups == 1 or for prefill.  All rows 16-byte aligned.
 
 #define PK_ATTENTION_PARAMETERS                                                                                        \
     const uint16_t *__restrict__ q, uint16_t *__restrict__ out, float *__restrict__ lse,                               \
-        const uint8_t *__restrict__ k_pages, const uint8_t *__restrict__ v_pages, const uint8_t *__restrict__ k_scales, \
-        const uint8_t *__restrict__ v_scales, int64_t k_head_bytes, int64_t k_page_bytes, int64_t v_head_bytes,        \
-        int64_t v_page_bytes, int64_t k_scale_head_bytes, int64_t k_scale_page_bytes, int64_t v_scale_head_bytes,      \
-        int64_t v_scale_page_bytes, const int32_t *__restrict__ block_table, int32_t table_width,                      \
-        const int32_t *__restrict__ first_positions, const int32_t *__restrict__ table_rows,                           \
-        const int32_t *__restrict__ valid_columns, int32_t width, int32_t kv_heads, int32_t group_size,                \
-        float scale_log2, float *__restrict__ workspace, int32_t groups
+        const uint8_t *__restrict__ k_pages, const uint8_t *__restrict__ v_pages,                                      \
+        const uint8_t *__restrict__ k_scales, const uint8_t *__restrict__ v_scales, int64_t k_head_bytes,              \
+        int64_t k_page_bytes, int64_t v_head_bytes, int64_t v_page_bytes, int64_t k_scale_head_bytes,                  \
+        int64_t k_scale_page_bytes, int64_t v_scale_head_bytes, int64_t v_scale_page_bytes,                            \
+        const int32_t *__restrict__ block_table, int32_t table_width, const int32_t *__restrict__ first_positions,     \
+        const int32_t *__restrict__ table_rows, const int32_t *__restrict__ valid_columns, int32_t width,              \
+        int32_t kv_heads, int32_t group_size, float scale_log2, float *__restrict__ workspace, int32_t groups
 
 #define PK_ATTENTION                                                                                                   \
-    pagedkv::Attention{q,                                                                                              \
-                       out,                                                                                            \
-                       lse,                                                                                            \
-                       {const_cast<uint8_t*>(k_pages), k_head_bytes, k_page_bytes},                                    \
-                       {const_cast<uint8_t*>(v_pages), v_head_bytes, v_page_bytes},                                    \
-                       {const_cast<uint8_t*>(k_scales), k_scale_head_bytes, k_scale_page_bytes},                       \
-                       {const_cast<uint8_t*>(v_scales), v_scale_head_bytes, v_scale_page_bytes},                       \
-                       block_table,                                                                                    \
-                       table_width,                                                                                    \
-                       first_positions,                                                                                \
-                       table_rows,                                                                                     \
-                       valid_columns,                                                                                  \
-                       width,                                                                                          \
-                       kv_heads,                                                                                       \
-                       group_size,                                                                                     \
-                       scale_log2,                                                                                     \
-                       workspace,                                                                                      \
-                       groups}
+    pagedkv::Attention {                                                                                               \
+        q, out, lse, {const_cast<uint8_t*>(k_pages), k_head_bytes, k_page_bytes},                                      \
+            {const_cast<uint8_t*>(v_pages), v_head_bytes, v_page_bytes},                                               \
+            {const_cast<uint8_t*>(k_scales), k_scale_head_bytes, k_scale_page_bytes},                                  \
+            {const_cast<uint8_t*>(v_scales), v_scale_head_bytes, v_scale_page_bytes}, block_table, table_width,        \
+            first_positions, table_rows, valid_columns, width, kv_heads, group_size, scale_log2, workspace, groups     \
+    }
 
 extern "C" __global__ void __launch_bounds__(128) causal_attention_decode(PK_ATTENTION_PARAMETERS) {
     pagedkv::attend<false>(PK_ATTENTION);

@@ -42,7 +42,10 @@ __device__ constexpr int code_row_bytes(Codec codec) {
 }
 
 __device__ constexpr int scale_row_bytes(Codec codec) {
-    return codec == Codec::kBf16 ? 0 : codec == Codec::kInt8 ? kHeadDim / 32 : codec == Codec::kFp8 ? 2 : kHeadDim / 16;
+    return codec == Codec::kBf16   ? 0
+           : codec == Codec::kInt8 ? kHeadDim / 64 * 2
+           : codec == Codec::kFp8  ? 2
+                                   : kHeadDim / 16;
 }
 
 static_assert(code_row_bytes(kCodecK) % 16 == 0 && code_row_bytes(kCodecV) % 16 == 0,
@@ -54,7 +57,9 @@ constexpr int kRowLanes = kHeadDim / kLaneDims;
 // ---- rotation ----------------------------------------------------------------------------------------------------
 
 // Returns the factor c of codecs 1: the nearest float of 1 / sqrt(D).
-__device__ constexpr float rotation_factor() { return kHeadDim == 64 ? 0.125f : kHeadDim == 256 ? 0.0625f : 0x1.6a09e6p-4f; }
+__device__ constexpr float rotation_factor() {
+    return kHeadDim == 64 ? 0.125f : kHeadDim == 256 ? 0.0625f : 0x1.6a09e6p-4f;
+}
 
 __device__ __forceinline__ void butterfly(float& a, float& b) {
     const float sum = __fadd_rn(a, b);
@@ -210,9 +215,9 @@ __device__ __forceinline__ float group_scale(const uint8_t* scale_row, int dim) 
 template <Codec kCodec>
 __device__ __forceinline__ Float8 decode8(const uint8_t* code_row, const uint8_t* scale_row, int dim) {
     if constexpr (kCodec == Codec::kBf16) return bf16_decode8(load16(code_row + 2 * dim));
-    if constexpr (kCodec == Codec::kFp8) return e4m3_decode8(*reinterpret_cast<const uint2*>(code_row + dim));
+    if constexpr (kCodec == Codec::kFp8) return e4m3_decode8(load_pair(code_row + dim));
     if constexpr (kCodec == Codec::kInt8) {
-        return multiply(int8_decode8(*reinterpret_cast<const uint2*>(code_row + dim)), group_scale<kCodec>(scale_row, dim));
+        return multiply(int8_decode8(load_pair(code_row + dim)), group_scale<kCodec>(scale_row, dim));
     }
     if constexpr (kCodec == Codec::kFp4) {
         return multiply(e2m1_decode8_doubled(*reinterpret_cast<const uint32_t*>(code_row + dim / 2)),

@@ -187,7 +187,10 @@ __device__ __forceinline__ Float8 collect8(const float (&values)[16], int at) {
     return result;
 }
 
-// ---- 16 bytes --------------------------------------------------------------------------------------------------------
+// ---- 8 and 16 bytes ------------------------------------------------------------------------------------------------
+
+// Reads 8 bytes; `source` is 8-byte aligned.  By value: NVRTC reads the words of a referenced uint2 one by one.
+__device__ __forceinline__ uint2 load_pair(const void* source) { return *static_cast<const uint2*>(source); }
 
 // Reads 16 bytes; `source` is 16-byte aligned.
 __device__ __forceinline__ uint4 load16(const void* source) { return *static_cast<const uint4*>(source); }

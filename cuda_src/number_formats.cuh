@@ -26,7 +26,9 @@ __device__ __forceinline__ float infinity() { return __uint_as_float(kInfinityBi
 
 __device__ __forceinline__ float bf16_to_float(uint32_t bits) { return __uint_as_float(bits << 16); }
 
-__device__ __forceinline__ uint32_t bf16_round_bits(uint32_t bits) { return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16; }
+__device__ __forceinline__ uint32_t bf16_round_bits(uint32_t bits) {
+    return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+}
 
 // Rounds the result of arithmetic to BF16: RNE, overflow to infinity, every NaN to 0x7FFF.
 __device__ __forceinline__ uint32_t bf16_result(float value) {
@@ -71,7 +73,8 @@ __device__ __forceinline__ uint32_t float_to_e4m3(float value) {
 // Returns the value of an E4M3FN code; 0x7F and 0xFF are NaN.  2^120 lifts the exponent, subnormals included.
 __device__ __forceinline__ float e4m3_to_float(uint32_t code) {
     const uint32_t magnitude = code & 0x7Fu;
-    const float finite = __fmul_rn(__uint_as_float(((code & 0x80u) << 24) | (magnitude << 20)), __uint_as_float(0x7B800000u));
+    const float lifted = __uint_as_float(((code & 0x80u) << 24) | (magnitude << 20));
+    const float finite = __fmul_rn(lifted, __uint_as_float(0x7B800000u));
     return magnitude == 0x7Fu ? __uint_as_float(0x7FC00000u) : finite;
 }
 
@@ -140,13 +143,14 @@ __device__ __forceinline__ Float8 e2m1_decode8_doubled(uint32_t codes) {
 #if defined(__AVX2__) && !defined(__clang__)
 typedef short Short8 __attribute__((vector_size(16)));
 typedef char Char16 __attribute__((vector_size(16)));
+typedef long long Long2 __attribute__((vector_size(16)));
 
 PK_INLINE Bits8 widen_words(const uint4& words) {
     return reinterpret_bits<Bits8>(__builtin_ia32_pmovzxwd256(reinterpret_bits<Short8>(words)));
 }
 
 PK_INLINE Bits8 widen_bytes(const uint2& bytes) {
-    const uint2 padded[2] = {bytes, {0, 0}};
+    const Long2 padded = {reinterpret_bits<long long>(bytes), 0};
     return reinterpret_bits<Bits8>(__builtin_ia32_pmovzxbd256(reinterpret_bits<Char16>(padded)));
 }
 #else

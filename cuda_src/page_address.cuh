@@ -19,7 +19,7 @@ namespace pagedkv {
 constexpr int kPageShift = 6;
 constexpr int kPageTokens = 1 << kPageShift;
 constexpr int kPageMask = kPageTokens - 1;
-static_assert(kPageTokens == 64, "P is a constant of the contract (C2.3), and two keys per lane of a warp depend on it");
+static_assert(kPageTokens == 64, "P is a constant of the contract (C2.3); a lane of a warp owns two keys of a page");
 
 // One plane of one layer: its bytes and the two strides that differ between page orders.
 struct Plane {

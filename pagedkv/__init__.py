@@ -34,12 +34,14 @@ from pagedkv.kernels import shipped_modules
 from pagedkv.ledgers import Batch
 from pagedkv.ops import AttentionShape, Ops, workspace_bytes
 from pagedkv.profiles import PROFILES, Profile
+from pagedkv.quantities import PAGE_TOKENS
 from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
 from pagedkv.store import Store, open_store
 from pagedkv.unit_guard import SubmittedUnit
 from pagedkv.views import PagedKVBatchLayerView, PagedKVLayerView
 
 __all__ = [
+    "PAGE_TOKENS",
     "PROFILES",
     "ActivationPlan",
     "ActivationRefused",

@@ -46,6 +46,10 @@ class PagedKVError(Exception):
         self.clause = clause
         self.fields = fields
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and pickle with every field: an error crosses a process boundary whole."""
+        return _rebuild, (type(self), self.refused, self.expected, self.got, self.remedy, self.clause, self.fields)
+
     def __getattr__(self, name: str) -> object:
         fields = self.__dict__.get("fields", {})
         if name in fields:
@@ -95,3 +99,10 @@ class StoreLatched(PagedKVError):
 
 class MissingRequirement(PagedKVError):
     """Something outside the library is needed: what, and how to get it."""
+
+
+def _rebuild(
+    kind: type[PagedKVError], refused: str, expected: object, got: object, remedy: str, clause: str,
+    fields: dict[str, object],
+) -> PagedKVError:
+    return kind(refused, expected=expected, got=got, remedy=remedy, clause=clause, **fields)

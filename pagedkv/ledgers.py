@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pagedkv.address_space import HOLD, AddressSpaces, Tokens
 from pagedkv.block_tables import BlockTable, TableSlices
-from pagedkv.config import StoreConfig
+from pagedkv.config import VERIFY_WIDTH_MAX, StoreConfig
 from pagedkv.errors import MisuseError
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
@@ -36,8 +36,8 @@ class Batch:
     """Sequences selected together, in batch order; made by `Store.batch`.
 
     `stamp` is the activation stamp at which the handles were last found current.  `uniform` keeps the
-    counts of every number of columns that all entries wrote together, prebuilt at first use: a steady
-    step then spreads nothing over rows.
+    counts of each decode width that all entries wrote together, prebuilt at first use: a steady step then
+    spreads nothing over rows.
     """
 
     sequences: tuple[Sequence, ...]
@@ -135,7 +135,7 @@ class StoreLedgers:
             raise MisuseError("a unit that writes nothing", expected="columns for at least one pool", got="none",
                               remedy="name the pools the unit writes", clause="C9.4")
         written = {
-            pool: self._entry_columns(batch, f"columns of a unit in pool {pool}", self._pool(pool), wanted)
+            pool: self._entry_columns(batch, f"columns of a unit in pool {pool}", self.pool_spaces(pool), wanted)
             for pool, wanted in columns.items()
         }
         ends = {}
@@ -183,7 +183,7 @@ class StoreLedgers:
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str) -> PoolSlices:
         """Map positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)"""
         self.sequences.require_current(sequence)
-        spaces = self._pool(pool)
+        spaces = self.pool_spaces(pool)
         if type(tokens) is not int or not 0 <= tokens <= self.config.max_context:
             raise MisuseError(f"mapping row {sequence.row} of pool {pool}",
                               expected=f"0 to max_context = {self.config.max_context} tokens", got=repr(tokens),
@@ -198,7 +198,7 @@ class StoreLedgers:
             How many pages were trimmed.
         """
         self._require_batch(batch)
-        spaces = self._pool(pool)
+        spaces = self.pool_spaces(pool)
         self.guard.require_thawed(batch.rows_mask, "trim", pool)
         columns = self._counts("provisional columns", len(batch), provisional)
         keep = np.full(self.config.max_concurrency, HOLD, np.int32)
@@ -209,7 +209,7 @@ class StoreLedgers:
     def truncate(self, sequence: Sequence, tokens: int, pool: str) -> None:
         """Lower the committed frontier of one pool, then trim.  (C9.10)"""
         self.sequences.require_current(sequence)
-        spaces = self._pool(pool)
+        spaces = self.pool_spaces(pool)
         self.guard.require_thawed(1 << sequence.row, "truncate", pool)
         if type(tokens) is not int:
             raise MisuseError(f"truncate of row {sequence.row}", expected="an integer number of tokens",
@@ -231,7 +231,12 @@ class StoreLedgers:
                 self.sequences.require_current(sequence)
             batch.stamp = self.sequences.stamp
 
-    def _pool(self, pool: str) -> AddressSpaces:
+    def pool_spaces(self, pool: str) -> AddressSpaces:
+        """Return the address spaces of an enabled pool.  (C3.3)
+
+        Raises:
+            MisuseError: the store has no such pool.
+        """
         spaces = self.spaces.get(pool)
         if spaces is None:
             raise MisuseError(f"pool {pool!r}", expected=f"one of {list(self.spaces)}", got=repr(pool),
@@ -239,7 +244,10 @@ class StoreLedgers:
         return spaces
 
     def _counts(self, what: str, entries: int, wanted: Columns) -> npt.NDArray[np.int32]:
-        counts = np.asarray(wanted)
+        try:
+            counts = np.asarray(wanted)
+        except ValueError:  # a ragged list: no array of counts
+            counts = np.empty(0)
         if counts.dtype.kind not in "iu" or counts.shape not in ((), (entries,)) or (counts < 0).any():
             raise MisuseError(what, expected=f"a non-negative integer, or {entries} of them", got=repr(wanted),
                               remedy="pass one count per batch entry", clause="C14.4")
@@ -256,7 +264,9 @@ class StoreLedgers:
                 return known
         counts = self._counts(what, len(batch), wanted)
         entry = EntryColumns(counts, spaces.spread(batch.rows, counts))
-        if type(wanted) is int:
+        if type(wanted) is int and wanted <= VERIFY_WIDTH_MAX:
+            counts.setflags(write=False)  # every unit of this batch with as many columns shows these arrays
+            entry.span.setflags(write=False)
             batch.uniform[wanted] = entry
         return entry
 

@@ -14,7 +14,7 @@ PAGE_MASK = 63
 SLAB_ALIGN_BYTES = 256
 ROW_ALIGN_BYTES = 16
 CONTEXT_TOKENS_MAX = 1 << 30
-"""Positions are int32 on the device; one more power of two keeps every sum of two of them exact."""
+"""Positions are int32 on the device: a position and a count, both below this, add up below 2^31."""
 
 assert PAGE_TOKENS == 1 << PAGE_SHIFT, "a position's block is a shift (C3.9)"
 assert PAGE_MASK == PAGE_TOKENS - 1, "a position's offset is a mask (C3.9)"

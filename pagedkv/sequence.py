@@ -96,6 +96,7 @@ class Sequences:
         self.stamp = store_id << 32
         """Moves whenever a row is leased or returned; batches revalidate only then.  No two stores share a value,
         so a batch of another store is revalidated too, and refused."""
+        self._lead_tokens = tuple(pool.lead_tokens for pool in config.pools)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._serial_next = 1
 
@@ -172,5 +173,5 @@ class Sequences:
         """Return pages per pool: prompt and output, and the backend's provisional lead, at most L.  (C9.2, C5.6)"""
         ceiling = self.config.blocks * PAGE_TOKENS
         return [
-            pages_for_tokens(min(target.total_tokens + pool.lead_tokens, ceiling)) for pool in self.config.pools
+            pages_for_tokens(min(target.total_tokens + lead_tokens, ceiling)) for lead_tokens in self._lead_tokens
         ]

@@ -282,7 +282,7 @@ class Store:
         """Return the committed frontier of one sequence in one pool, in tokens.  (C9.1)"""
         self._enter("committed_tokens")
         self._ledgers.sequences.require_current(sequence)
-        return int(self._ledgers.spaces[pool].frontier[sequence.row])
+        return int(self._ledgers.pool_spaces(pool).frontier[sequence.row])
 
     def budget_tokens(self, sequence: Sequence) -> int:
         """Return prompt plus output tokens that the sequence was activated for.  (C9.2)"""
@@ -294,7 +294,7 @@ class Store:
         """Return the page group ids that a sequence maps, in block order.  (C9.1)"""
         self._enter("page_ids")
         self._ledgers.sequences.require_current(sequence)
-        ids: list[int] = self._ledgers.spaces[pool].mapped_ids(sequence.row).tolist()
+        ids: list[int] = self._ledgers.pool_spaces(pool).mapped_ids(sequence.row).tolist()
         return ids
 
     # ---- evidence ---------------------------------------------------------------------------------

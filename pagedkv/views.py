@@ -119,7 +119,8 @@ class PagedKVBatchLayerView:
     def _check_plane(self, geometry: PlaneGeometry) -> None:
         plane = dict(self._named_arrays())[geometry.role]
         name = f"plane {geometry.role} of profile {self.profile.name}"
-        check_array(name, plane, geometry.dtype, geometry.shape, "C14.2")
+        shape = tuple(extent or None for extent in geometry.shape)  # no page groups: k_pages has no such axis
+        check_array(name, plane, geometry.dtype, shape, "C14.2")
         if geometry.pages < 1 or geometry.pages > np.iinfo(np.int32).max:
             raise MisuseError(name, expected="1 to 2^31 - 1 page groups", got=f"{geometry.pages}",
                               remedy=f"pass planes in {self.order} order", clause="C3.6")

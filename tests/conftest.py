@@ -9,10 +9,15 @@ Read next: `test_layers.py`.
 
 from __future__ import annotations
 
+import os
 import secrets
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
+
+# Before NumPy loads: with two threads its matrix products collapse when workers share the cores (65 ms became
+# 1 to 2 s), and one thread's bits differ from two threads', so every run of the tests uses one.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

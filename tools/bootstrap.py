@@ -37,7 +37,8 @@ DEFAULT_PROMPTS = (
     "Water boils at a temperature of",
     "Once upon a time, in a small village,",
 )
-TEST_ARGUMENTS = ("-n", "2", "-m", "not long")
+# The slow tests lie together: a worker that has run out of its own takes over some of the other's.
+TEST_ARGUMENTS = ("-n", "2", "--dist", "worksteal", "-m", "not long")
 
 
 class Missing(Exception):

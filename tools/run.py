@@ -30,7 +30,6 @@ from pagedkv.tools.tokenizer import TextStream, Tokenizer
 
 Say = Callable[[str], None]
 
-PAGE_TOKENS = 64  # C2.3: a constant of every pool, not a parameter
 
 
 @dataclass
@@ -230,8 +229,8 @@ def _store_config(
                 remedy="change the prompt, raise max_context or lower max_new_tokens",
                 clause="C9.2",
             )
-    blocks = -(-max_context // PAGE_TOKENS)
-    budgets = sorted((-(-(len(request.ids) + max_new_tokens) // PAGE_TOKENS) for request in requests), reverse=True)
+    blocks = -(-max_context // pk.PAGE_TOKENS)
+    budgets = sorted((-(-(len(request.ids) + max_new_tokens) // pk.PAGE_TOKENS) for request in requests), reverse=True)
     pages = max(blocks, max_concurrency, sum(budgets[:max_concurrency]))
     return pk.StoreConfig(
         pk.KVGeometry(
@@ -240,7 +239,7 @@ def _store_config(
         profile=profile,
         max_context=max_context,
         max_concurrency=max_concurrency,
-        kv_capacity=pk.ExplicitCapacity(pages * PAGE_TOKENS),
+        kv_capacity=pk.ExplicitCapacity(pages * pk.PAGE_TOKENS),
     )
 
 

@@ -146,7 +146,7 @@ IN_SEQUENCES = (
     Planted("finish does not move the stamp", Sequences, "finish", "self.stamp += 1", "pass"),
     Planted(
         "the backend's lead is forgotten", Sequences, "_entitlement",
-        "target.total_tokens + pool.lead_tokens", "target.total_tokens",
+        "target.total_tokens + lead_tokens", "target.total_tokens",
     ),
     Planted(
         "a refused activation keeps a row", Sequences, "try_activate",

@@ -207,6 +207,8 @@ def test_ids_are_bound_in_windows_and_never_beyond_the_entitlement() -> None:
     assert columns(spaces, 0) == (0, 65 * 64, 70 * 64, 70 * 64)
     assert state(spaces) == (65, 5, 30)
     assert spaces.mapped_ids(0).tolist() == list(range(65))
+    spaces.commit(span(spaces, {0: 64 * 64 + 1}))
+    assert spaces.committed_columns(spaces.members[0, 62:66]).tolist() == [64, 64, 1, 0]
 
 
 def test_a_large_need_binds_more_than_a_window() -> None:

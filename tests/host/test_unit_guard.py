@@ -145,6 +145,47 @@ def test_columns_given_by_the_caller_are_copied() -> None:
     assert unit.columns["main"].tolist() == [5]
 
 
+def test_counts_that_units_of_a_batch_share_cannot_be_changed() -> None:
+    """The same number of columns again is the same array: a caller may read it only.  (C12.1)"""
+    ledgers = make_ledgers()
+    batch = ledgers.batch([activate(ledgers, 200)])
+    for _ in range(2):
+        unit, _ = ledgers.begin_unit("step", batch, {"main": 5})
+        assert unit.columns["main"].tolist() == [5]
+        with pytest.raises(ValueError, match="read-only"):
+            unit.columns["main"][0] = 100
+        ledgers.commit_unit(unit)
+    assert frontier(ledgers, batch.sequences[0]) == 10
+    check_ledgers(ledgers)
+
+
+def test_a_refusal_names_the_first_row_of_several_in_flight() -> None:
+    """Both rows of the batch are frozen, by different units: row 0 and its unit are named.  (C12.2)"""
+    ledgers = make_ledgers()
+    sequences = [activate(ledgers, 100) for _ in range(2)]
+    for sequence in reversed(sequences):
+        begin(ledgers, sequence, 1)
+
+    with refused(UnitInFlight, "C12.2", ledgers, match="row 0 .* unit step#2") as caught:
+        begin(ledgers, sequences, 1)
+    assert caught.value.fields == {"row": 0, "unit": "step#2"}
+
+
+@pytest.mark.parametrize("pools", [["main"], ["main", "mtp"]])
+def test_a_commit_without_counts_accepts_everything(pools: list[str]) -> None:
+    """Every column of every pool that the unit wrote, and of no other.  (C9.5, C13.1)"""
+    ledgers = make_ledgers(backend=MTPBackend(5))
+    sequences = [activate(ledgers, 200) for _ in range(2)]
+    unit, _ = begin(ledgers, sequences, {pool: [3, 70] for pool in pools})
+    ledgers.commit_unit(unit)
+
+    expected = {"main": [3, 70], "mtp": [3, 70] if "mtp" in pools else [0, 0]}
+    assert {name: [frontier(ledgers, held, name) for held in sequences] for name in ledgers.spaces} == expected
+    with refused(MisuseError, "C12.3", ledgers):
+        ledgers.commit_unit(unit)
+    check_ledgers(ledgers)
+
+
 def test_frontiers_advance_at_completion_only() -> None:
     """Mapped when it begins, readable when it is committed.  (C9.5, C12.3)"""
     ledgers = make_ledgers()

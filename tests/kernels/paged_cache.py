@@ -8,6 +8,7 @@ Read next: `test_append.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,18 +56,23 @@ class PagedCache:
     @classmethod
     def build(
         cls, device: Device, profile: str, *, head_dim: int = 64, kv_heads: int = 2, order: PageOrder = "page-major",
-        table: Table, rng: np.random.Generator, ops: Ops | None = None, max_context: int | None = None,
+        table: Table, rng: np.random.Generator | None, ops: Ops | None = None, max_context: int | None = None,
+        allocate: Callable[..., Array] | None = None,
     ) -> PagedCache:
-        """Make a cache whose planes hold random bytes; it has pages for every id of the table, and one more."""
+        """Make a cache with pages for every id of the table, and one more.
+
+        Planes hold random bytes; without `rng` they are left as `allocate` gives them, by default unwritten.
+        """
         stream = device.stream()
         geometries = plane_inventory(
             profile, layers=1, kv_heads=kv_heads, head_dim=head_dim, pages=int(table.max()) + 2, order=order
         )
         planes: dict[str, Array] = {}
         for geometry in geometries:
-            planes[geometry.role] = device.empty(geometry.shape, geometry.dtype)
-            noise = rng.integers(0, 256, geometry.span_bytes, dtype=np.uint8)
-            device.copy(planes[geometry.role], noise.view(geometry.dtype).reshape(geometry.shape), stream)
+            planes[geometry.role] = (allocate or device.empty)(geometry.shape, geometry.dtype)
+            if rng is not None:
+                noise = rng.integers(0, 256, geometry.span_bytes, dtype=np.uint8)
+                device.copy(planes[geometry.role], noise.view(geometry.dtype).reshape(geometry.shape), stream)
         view = PagedKVBatchLayerView(
             k_pages=planes["k_code"], v_pages=planes["v_code"], k_scales=planes.get("k_scale"),
             v_scales=planes.get("v_scale"), block_table=to_device(device, stream, table), head_dim=head_dim,

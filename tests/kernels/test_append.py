@@ -120,6 +120,17 @@ def test_dead_columns_and_inert_entries_change_nothing(
     assert_same_planes(cache.with_rows(before, k, v, [60, 7, 126], [2, -1, 0], live), cache.host_planes())
 
 
+def test_an_entry_without_a_table_row_writes_nothing(device: Device, rng: np.random.Generator) -> None:
+    """C14.4: row -1 is never looked up, whatever the columns say."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(2, 2), rng=rng)
+    before = cache.host_planes()
+    k, v = (bf16_noise(rng, (2, 3, 2, 64)) for _ in "kv")
+
+    cache.append(k, v, [0, 9], [-1, 1])
+
+    assert_same_planes(cache.with_rows(before, k, v, [0, 9], [-1, 1], [0, 3]), cache.host_planes())
+
+
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_prefix_append_never_touches_the_rejected_tail(
@@ -177,6 +188,12 @@ def edge_rows(head_dim: int, rng: np.random.Generator) -> F32:
         row = np.ones((1, head_dim), np.float32) if np.isnan(value) else np.zeros((1, head_dim), np.float32)
         row[0, place] = value
         rows.append(row)
+    # Under every scale: each tie, where x / S is exact and x * fl(1 / S) often is not, and its neighbours.
+    scales = codecs.e4m3_decode(np.arange(1, 0x7F, dtype=np.uint8))
+    for steps in (ties, [next_up(tie) for tie in ties], [next_down(tie) for tie in ties]):
+        group = np.array([6.0, *steps, -6.0, *(-step for step in steps)], np.float32)
+        groups = scales[:, np.newaxis] * group
+        rows.append(np.resize(groups, (-(-len(groups) * 16 // head_dim), head_dim)))
     for exponent in (-40, -20, -8, 0, 8, 20, 40):
         noise = rng.standard_normal((16, head_dim)).astype(np.float32)
         rows.append(noise * np.float32(2.0**exponent))

@@ -107,13 +107,13 @@ def test_every_group_size_reads_its_own_kv_head(device: Device, rng: np.random.G
     check_against_oracle(cache, q[0], out[0], None, position=70)
 
 
-@pytest.mark.parametrize("position", [510, 511, 512, 1023, 1024, 1025, 4095, 4096])
+@pytest.mark.parametrize("position", [510, 511, 512, 1023, 1024, 1025, 4095, 4096, 8191, 8192])
 @pytest.mark.parametrize("profile", ["bf16", "k8v4"])
 def test_contexts_of_several_key_groups_meet_the_criterion(
     device: Device, rng: np.random.Generator, profile: str, position: int
 ) -> None:
     """C14.6: around the ends of key groups, where decode leaves partial results to the merge."""
-    cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 66, permutation=rng), rng=rng)
+    cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 129, permutation=rng), rng=rng)
     cache.fill(rng, 0, position)
     q, k, v = (bf16_noise(rng, (1, 2, heads, 64)) for heads in (3, 1, 1))
 
@@ -199,6 +199,21 @@ def test_inert_columns_are_zero_and_write_nothing(device: Device, rng: np.random
         if count:
             check_against_oracle(cache, q[entry, :count], out[entry, :count], lse[entry, :count], position=60,
                                  row=[-1, 2, 0][entry])  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_entry_without_a_table_row_is_inert(device: Device, rng: np.random.Generator, route: Route) -> None:
+    """C14.4: row -1 gives exact +0 and no cache byte, whatever the columns say."""
+    cache = PagedCache.build(device, "k8v4", table=scattered_table(2, 2), rng=rng)
+    before = cache.host_planes()
+    q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (4, 2, 2))
+
+    out, lse = cache.attend(q, [5], [-1], route=route, new_rows=(k, v), with_lse=True)
+
+    assert not out.any()
+    assert lse is not None
+    assert np.isneginf(lse).all()
+    assert_same_planes(before, cache.host_planes())
 
 
 @pytest.mark.parametrize("route", ROUTES)

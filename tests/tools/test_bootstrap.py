@@ -71,8 +71,8 @@ def test_test_without_arguments_is_what_ci_runs() -> None:
     """One command for everybody."""
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
-    assert bootstrap.TEST_ARGUMENTS == ("-n", "2", "-m", "not long")
-    assert '-m pytest -n 2 "${markers[@]}"' in ci
+    assert bootstrap.TEST_ARGUMENTS == ("-n", "2", "--dist", "worksteal", "-m", "not long")
+    assert '-m pytest -n 2 --dist worksteal "${markers[@]}"' in ci
     assert 'markers=(-m "not long")' in ci
 
 

@@ -1,0 +1,133 @@
+"""Views: what a kernel may be told about a cache is checked once, when the view is made.  (C14.1, C14.2)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedkv.devices.protocol import Device
+from pagedkv.errors import ConfigError, MisuseError
+from pagedkv.ops import Ops
+from pagedkv.planes import plane_inventory
+from pagedkv.profiles import PROFILES
+from pagedkv.views import PagedKVBatchLayerView, PagedKVLayerView
+from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table, to_device
+
+ROLE_OF = {"k_pages": "k_code", "v_pages": "v_code", "k_scales": "k_scale", "v_scales": "v_scale"}
+
+
+def parts(device: Device, profile: str = "k8v4", *, pages: int = 5) -> dict[str, Any]:
+    """Return the arguments of a legal view: 3 KV heads, D = 64, page-major, a (2, 4) table."""
+    planes = {
+        plane.role: device.zeros(plane.shape, plane.dtype)
+        for plane in plane_inventory(profile, layers=1, kv_heads=3, head_dim=64, pages=pages, order="page-major")
+    }
+    arguments: dict[str, Any] = {name: planes.get(role) for name, role in ROLE_OF.items()}  # type: ignore[call-overload]
+    return {
+        **arguments, "block_table": device.zeros((2, 4), np.int32), "head_dim": 64, "kv_heads": 3, "profile": profile,
+        "order": "page-major", "max_context": 200,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_view_hands_kernels_the_strides_of_its_planes(device: Device, profile: str) -> None:
+    """C3.7: four pointers, then head and page strides of each role; zero where there is no plane."""
+    arguments = parts(device, profile)
+
+    view = PagedKVBatchLayerView(**arguments)
+
+    strides = [int(stride) for stride in view.arguments[4:]]  # type: ignore[call-overload]
+    expected = []
+    for name in ROLE_OF:
+        plane = arguments[name]
+        expected += [0, 0] if plane is None else [plane.strides[1], plane.strides[0]]
+    assert expected == strides
+    assert view.pages == 5
+
+
+def test_an_alias_names_the_profile(device: Device) -> None:
+    """C0: aliases are accepted on input."""
+    view = PagedKVBatchLayerView(**{**parts(device, "nvfp4-g16"), "profile": "NVFP4-G16"})
+
+    assert view.profile is PROFILES["nvfp4-g16"]
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (lambda d, a: {"k_scales": None}, "plane k_scale"),
+    (lambda d, a: {"v_scales": None}, "plane v_scale"),
+    (lambda d, a: {"k_pages": a["k_pages"].view(np.int8)}, "plane k_code"),
+    (lambda d, a: {"v_pages": a["k_pages"]}, "plane v_code"),
+    (lambda d, a: {"order": "head-major"}, "plane k_code"),
+    (lambda d, a: {"order": "sideways"}, "page order"),
+    (lambda d, a: {"k_pages": a["k_pages"][:, :, ::-1]}, "not C-contiguous"),
+    (lambda d, a: {"v_pages": a["v_pages"][1:]}, "plane v_code"),
+    (lambda d, a: {"k_pages": a["k_pages"].reshape(-1)}, "plane k_code"),
+    (lambda d, a: {"block_table": d.zeros((2, 4), np.int64)}, "block table"),
+    (lambda d, a: {"block_table": d.zeros((8,), np.int32)}, "block table"),
+    (lambda d, a: {"max_context": 257}, "max_context"),
+    (lambda d, a: {"max_context": 0}, "max_context"),
+    (lambda d, a: {"kv_heads": 2}, "plane k_code"),
+    (lambda d, a: {"kv_heads": 0}, "kv_heads"),
+])  # fmt: skip
+def test_a_view_that_lies_is_refused(device: Device, change: Any, named: str) -> None:
+    """C14.2, reference: a lacking scale plane, other strides, another order, a table that is too narrow."""
+    arguments = parts(device)
+
+    with pytest.raises(MisuseError, match=named):
+        PagedKVBatchLayerView(**{**arguments, **change(device, arguments)})
+
+
+def test_bf16_has_no_scale_planes(device: Device) -> None:
+    """C4: a superfluous plane is refused, not ignored."""
+    arguments = parts(device, "bf16")
+
+    with pytest.raises(MisuseError, match="plane k_scale of profile bf16"):
+        PagedKVBatchLayerView(**{**arguments, "k_scales": device.zeros((5, 3, 64, 1), np.uint16)})
+
+
+def test_planes_that_share_bytes_are_refused(device: Device) -> None:
+    """C14.2: disjointness."""
+    arguments = parts(device, "bf16")
+
+    with pytest.raises(MisuseError, match="k_code together with v_code"):
+        PagedKVBatchLayerView(**{**arguments, "v_pages": arguments["k_pages"]})
+
+
+def test_a_misaligned_plane_is_refused(device: Device) -> None:
+    """C3.10: a plane base is 256-byte aligned; this one starts one row late."""
+    arguments = parts(device, "bf16", pages=6)
+    late = arguments["k_pages"].reshape(-1)[64 : 64 + 5 * 3 * 64 * 64].reshape(5, 3, 64, 64)
+
+    with pytest.raises(MisuseError, match="128 bytes behind"):
+        PagedKVBatchLayerView(**{**arguments, "k_pages": late, "v_pages": arguments["v_pages"][:5]})
+
+
+def test_an_unsupported_head_dim_is_refused_at_construction(device: Device) -> None:
+    """C4.5: with the reason."""
+    with pytest.raises(ConfigError, match="head_dim of profile k8v4"):
+        PagedKVBatchLayerView(**{**parts(device), "head_dim": 80})
+
+
+def test_a_view_of_one_sequence_is_a_table_of_one_row(device: Device, rng: np.random.Generator) -> None:
+    """C14.1: the same bits through `batched` with table_rows = [0]."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(3, 2), rng=rng)
+    cache.fill(rng, 2, 70)
+    q = bf16_noise(rng, (1, 1, 4, 64))
+    expected, _ = cache.attend(q, [69], [2], route="decode")
+    view = cache.view
+    table_row = to_device(device, cache.stream, cache.table[2])
+
+    single = PagedKVLayerView(
+        view.k_pages, view.v_pages, None, None, table_row, 64, 2, "bf16", "page-major", 128  # type: ignore[arg-type]
+    )
+
+    out = cache.put(np.zeros_like(q))
+    Ops(device).causal_attention_cached(
+        single.batched, cache.put(q), out, cache.ints([69]), cache.ints([0]), route="decode", workspace=None,
+        stream=cache.stream,
+    )  # fmt: skip
+    np.testing.assert_array_equal(expected, cache.get(out))
+    with pytest.raises(MisuseError, match="table row"):
+        PagedKVLayerView(view.k_pages, view.v_pages, None, None, view.block_table, 64, 2, view.profile, view.order, 128)

@@ -1,0 +1,145 @@
+"""The store: one thread, completion before commit, a latch after a device error, aborts, a closed store."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import pagedkv as pk
+
+CONFIG = pk.StoreConfig(
+    pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64),
+    profile="int8-g64",
+    max_context=256,
+    max_concurrency=2,
+    kv_capacity=pk.ExplicitCapacity(512),
+    backend=pk.MTPBackend(draft_window=3),
+)
+
+CRASH = """
+extern "C" __global__ void crash(int* target) { target[1 << 28] = 1; }
+"""
+
+
+def test_a_unit_is_committed_only_after_it_completed() -> None:
+    """C12.3: wait, or poll after submit, comes first; nothing changed by the refusal."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        sequence = store.activate(prompt_tokens=10, output_tokens=5)
+        unit = store.begin_unit(store.batch([sequence]), 10)
+        with pytest.raises(pk.MisuseError, match="wait"):
+            store.commit(unit)
+
+        assert store.committed_tokens(sequence) == 0
+        store.submit(unit)
+        assert store.poll() == [unit]
+        store.commit(unit)
+        assert store.committed_tokens(sequence) == 10
+        with pytest.raises(pk.MisuseError, match="has ended"):
+            store.commit(unit)
+        assert store.poll() == []
+        store.check()
+
+
+def test_a_failed_unit_leaves_frontiers_and_thaws() -> None:
+    """C9.5: what it wrote stays invisible."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        sequence = store.activate(prompt_tokens=10, output_tokens=5)
+        unit = store.begin_unit(store.batch([sequence]), {"main": 10, "mtp": 12})
+        store.fail(unit)
+
+        assert store.committed_tokens(sequence) == store.committed_tokens(sequence, "mtp") == 0
+        store.finish(sequence)
+        store.check()
+
+
+def test_an_abort_in_flight_takes_effect_at_the_boundary() -> None:
+    """C12.4: finish is refused, abort is accepted and ends the sequence with its unit."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        sequence = store.activate(prompt_tokens=10, output_tokens=5)
+        unit = store.begin_unit(store.batch([sequence]), 10)
+
+        assert store.abort(sequence) is False
+        store.wait(unit)
+        store.commit(unit)
+        with pytest.raises(pk.StaleHandle):
+            store.committed_tokens(sequence)
+        assert store.memory_summary()["main"]["available_pages"] == 8
+        store.check()
+
+
+def test_a_device_error_latches_the_store() -> None:
+    """C12.4: afterwards only close, memory_summary and the evidence answer."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        sequence = store.activate(prompt_tokens=10, output_tokens=5)
+        module = store.device.load(pk.ModuleSpec(name="crash", text=CRASH, kernels=("crash",)))
+        target = store.device.zeros((4,), np.int32)
+        store.device.begin_capture(store.stream)
+        module.kernel("crash").launch((1, 1, 1), (1, 1, 1), [target], store.stream)
+        graph = store.device.end_capture(store.stream)
+        with pytest.raises(pk.DeviceFault, match="crash"):
+            store.launch_graph(graph)
+
+        assert isinstance(store.evidence, pk.DeviceFault)
+        with pytest.raises(pk.StoreLatched):
+            store.finish(sequence)
+        with pytest.raises(pk.StoreLatched):
+            store.try_activate(prompt_tokens=1, output_tokens=1)
+        assert store.memory_summary()["main"]["reserved_pages"] == 1
+
+
+def test_another_thread_is_refused() -> None:
+    """One thread per store; the refusal changes nothing."""
+    errors: list[BaseException] = []
+
+    def intrude(store: pk.Store) -> None:
+        try:
+            store.activate(prompt_tokens=1, output_tokens=1)
+        except pk.MisuseError as error:
+            errors.append(error)
+
+    with pk.open_store(CONFIG, device="cpu") as store:
+        thread = threading.Thread(target=intrude, args=(store,))
+        thread.start()
+        thread.join()
+
+        assert len(errors) == 1
+        assert store.memory_summary()["main"]["available_pages"] == 8
+        store.check()
+
+
+def test_a_closed_store_refuses_and_closing_twice_is_harmless() -> None:
+    """The life of a store ends once."""
+    store = pk.open_store(CONFIG, device="cpu")
+    store.close()
+    store.close()
+
+    with pytest.raises(pk.MisuseError, match="closed"):
+        store.activate(prompt_tokens=1, output_tokens=1)
+
+
+def test_pools_commit_and_trim_apart() -> None:
+    """C9.9, C13.1: a round maps both pools, commits each its own and trims each its own tail."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        sequence = store.activate(prompt_tokens=62, output_tokens=10)
+        batch = store.batch([sequence])
+        first = store.begin_unit(batch, {"main": 62, "mtp": 62})
+        store.wait(first)
+        store.commit(first)
+        second = store.begin_unit(batch, {"main": 1, "mtp": 4})
+        store.wait(second)
+        store.commit(second, {"main": 1, "mtp": 2})
+
+        assert (store.committed_tokens(sequence), store.committed_tokens(sequence, "mtp")) == (63, 64)
+        assert (len(store.page_ids(sequence)), len(store.page_ids(sequence, "mtp"))) == (1, 2)
+        assert (store.trim(batch), store.trim(batch, "mtp")) == (0, 1)
+        store.truncate(sequence, 10, "mtp")
+        assert (store.committed_tokens(sequence), store.committed_tokens(sequence, "mtp")) == (63, 10)
+        store.check()
+
+
+def test_a_store_needs_a_configuration() -> None:
+    """The first refusal a user meets."""
+    with pytest.raises(pk.ConfigError, match="StoreConfig"):
+        pk.open_store({"profile": "bf16"}, device="cpu")  # type: ignore[arg-type]
