@@ -12,6 +12,7 @@ CuPy nor a compiler.  Read next: `tests/test_tour.py`, then `quantities.py`.
 from __future__ import annotations
 
 from pagedkv import codecs
+from pagedkv.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.clauses import Clause, clause, clauses
 from pagedkv.config import DraftFullBackend, ExplicitCapacity, KVGeometry, MTPBackend, PoolConfig, StoreConfig
 from pagedkv.devices import open_device
@@ -32,7 +33,7 @@ from pagedkv.errors import (
 )
 from pagedkv.kernels import shipped_modules
 from pagedkv.ledgers import Batch
-from pagedkv.ops import AttentionShape, Ops, workspace_bytes
+from pagedkv.ops import Ops
 from pagedkv.profiles import PROFILES, Profile
 from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
 from pagedkv.store import Store, open_store
