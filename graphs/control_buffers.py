@@ -5,7 +5,8 @@
 
 The first node of a unit copies the whole ingress to the device, the last one copies the egress back,
 so publishing selectors costs no call of its own.  The host writes `ingress` only between units and
-reads `egress` only after the unit completed.
+reads `egress` only after the unit completed.  The pinned words are each shape's own; the device words are the
+store's, shared by every shape: units run one after the other on one stream, and each begins by overwriting them.
 
 Read next: `unit.py`.
 """
@@ -23,15 +24,27 @@ Int32 = npt.NDArray[np.int32]
 
 
 class ControlBuffers:
-    """Pinned and device words of one shape (B, W)."""
+    """Pinned and device words of one shape (B, W).
 
-    def __init__(self, device: pk.Device, *, batch: int, width: int) -> None:
+    Raises:
+        ConfigError: the shape takes more words than the store planned for its widest unit (C5.4).
+    """
+
+    def __init__(self, store: pk.Store, *, batch: int, width: int) -> None:
+        ingress, egress = pk.control_words(batch=batch, width=width)
+        if ingress > store.control_ingress.size or egress > store.control_egress.size:
+            raise pk.ConfigError(
+                f"a unit of B={batch} and W={width}",
+                expected=f"at most {store.control_ingress.size} words in and {store.control_egress.size} words out",
+                got=f"{ingress} and {egress}", remedy="raise decode_columns_max or prefill_columns_max of StoreConfig",
+                clause="C5.4",
+            )
         self.batch = batch
         self.width = width
-        self.ingress_host: Int32 = device.pinned((3 * batch + batch * width,), np.int32)
-        self.egress_host: Int32 = device.pinned((batch + batch * width,), np.int32)
-        self.ingress_device: Any = device.zeros(self.ingress_host.shape, np.int32)
-        self.egress_device: Any = device.zeros(self.egress_host.shape, np.int32)
+        self.ingress_host: Int32 = store.device.pinned((ingress,), np.int32)
+        self.egress_host: Int32 = store.device.pinned((egress,), np.int32)
+        self.ingress_device: Any = store.control_ingress[:ingress]
+        self.egress_device: Any = store.control_egress[:egress]
         self.make_inert()
 
     @property

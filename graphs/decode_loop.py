@@ -26,10 +26,12 @@ import pagedkv as pk
 from pagedkv.graphs.cache import GraphCache
 from pagedkv.graphs.capture import CapturedUnit
 from pagedkv.graphs.key import key_for
-from pagedkv.graphs.scheduler import batch_shape, prefill_width
+from pagedkv.graphs.scheduler import PREFILL_WIDTH_MIN, batch_shape, prefill_width
 from pagedkv.graphs.unit import Model
 
 FinishReason = Literal["stop", "length"]
+
+PREFILL_CHUNK = 128
 
 
 @dataclass
@@ -69,14 +71,21 @@ class DecodeLoop:
     Args:
         store: an open store.
         model: what `Model` says; it is called once per shape.
-        prefill_chunk: most tokens of one prefill unit, at least 16.
+        prefill_chunk: most tokens of one prefill unit, 16 to the store's `prefill_columns_max`; None is 128, or that
+            if less.
         use_graphs: False enqueues every unit eagerly; results are the same, bit for bit (C14.6).
     """
 
-    def __init__(self, store: pk.Store, model: Model, *, prefill_chunk: int = 128, use_graphs: bool = True) -> None:
-        if type(prefill_chunk) is not int or prefill_chunk < 16:
-            raise pk.ConfigError("prefill_chunk", expected="an integer of at least 16", got=repr(prefill_chunk),
-                                 remedy="choose a larger chunk", clause="C14.4")
+    def __init__(
+        self, store: pk.Store, model: Model, *, prefill_chunk: int | None = None, use_graphs: bool = True
+    ) -> None:
+        planned = store.config.prefill_columns_max
+        if prefill_chunk is None:
+            prefill_chunk = min(PREFILL_CHUNK, planned)
+        if type(prefill_chunk) is not int or not PREFILL_WIDTH_MIN <= prefill_chunk <= planned:
+            raise pk.ConfigError("prefill_chunk", expected=f"an integer from {PREFILL_WIDTH_MIN} to {planned}",
+                                 got=repr(prefill_chunk), remedy="choose such a chunk, or raise prefill_columns_max",
+                                 clause="C14.4")
         self.store = store
         self.prefill_chunk = prefill_chunk
         self.graphs = GraphCache(store, model, use_graphs=use_graphs)

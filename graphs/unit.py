@@ -37,6 +37,9 @@ class Unit:
             all on the device, at fixed addresses.
         views: `views[pool][layer]`.
         stream, device: where the unit runs.
+
+    Raises:
+        ConfigError: the shape is wider than the store was planned for (C5.4).
     """
 
     def __init__(self, store: pk.Store, key: GraphKey) -> None:
@@ -47,7 +50,8 @@ class Unit:
         self.stream = store.stream
         self.device = store.device
         self.views = store.views
-        self.control = ControlBuffers(store.device, batch=key.batch, width=key.width)
+        self._require_planned(store.config, key)
+        self.control = ControlBuffers(store, batch=key.batch, width=key.width)
         self.tokens = self.control.tokens
         self.first_positions = self.control.first_positions
         self.valid_columns = self.control.valid_columns
@@ -55,10 +59,8 @@ class Unit:
         self.next_tokens = self.control.next_tokens
         self.accepted = self.control.accepted
         self._ops = store.ops
-        self._workspaces = {
-            pool.name: store.device.empty((max(self._workspace_bytes(pool, key), 1),), np.uint8)
-            for pool in store.config.pools
-        }
+        self._workspace = store.workspace
+        self._graph_buffer = store.graph_buffer
         self._buffers: list[Any] = []
         self._buffer_next = 0
 
@@ -71,7 +73,7 @@ class Unit:
         """
         self._ops.causal_attention(
             self.views[pool][layer], q, k, v, out, self.first_positions, self.table_rows, route=self.route,
-            valid_columns=self.valid_columns, scale=self.key.scale, workspace=self._workspaces[pool],
+            valid_columns=self.valid_columns, scale=self.key.scale, workspace=self._workspace,
             stream=self.stream,
         )
 
@@ -94,7 +96,7 @@ class Unit:
         index = self._buffer_next
         self._buffer_next += 1
         if not self.stream.is_capturing and index == len(self._buffers):
-            self._buffers.append(self.device.empty(shape, dtype))
+            self._buffers.append(self._graph_buffer(shape, dtype))
         if index >= len(self._buffers) or self._buffers[index].shape != tuple(shape) or (
             self._buffers[index].dtype != np.dtype(dtype)
         ):
@@ -111,10 +113,17 @@ class Unit:
         model.enqueue(self)
         self.device.copy(self.control.egress_host, self.control.egress_device, self.stream)
 
-    def _workspace_bytes(self, pool: pk.PoolConfig, key: GraphKey) -> int:
-        return pk.workspace_bytes(
-            pk.AttentionShape(
-                route=key.route, batch=key.batch, width=key.width, query_heads=pool.geometry.query_heads,
-                kv_heads=pool.geometry.kv_heads, head_dim=pool.geometry.head_dim, max_context=key.max_context,
+    def _require_planned(self, config: pk.StoreConfig, key: GraphKey) -> None:
+        """Refuse a unit wider than what workspace and control buffers were planned for.  (C5.4)
+
+        Raises:
+            ConfigError: names the option to raise.
+        """
+        option = "decode_columns_max" if key.route == "decode" else "prefill_columns_max"
+        planned = config.decode_columns if key.route == "decode" else config.prefill_columns_max
+        if key.width > planned or key.batch > config.max_concurrency:
+            raise pk.ConfigError(
+                f"unit {key}", expected=f"B to {config.max_concurrency} and W to {planned}",
+                got=f"B={key.batch} and W={key.width}", remedy=f"raise {option} or max_concurrency of StoreConfig",
+                clause="C5.4",
             )
-        )

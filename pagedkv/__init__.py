@@ -12,8 +12,17 @@ CuPy nor a compiler.  Read next: `tests/test_tour.py`, then `quantities.py`.
 from __future__ import annotations
 
 from pagedkv import codecs
+from pagedkv.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.clauses import Clause, clause, clauses
-from pagedkv.config import DraftFullBackend, ExplicitCapacity, KVGeometry, MTPBackend, PoolConfig, StoreConfig
+from pagedkv.config import (
+    AutoCapacity,
+    DraftFullBackend,
+    ExplicitCapacity,
+    KVGeometry,
+    MTPBackend,
+    PoolConfig,
+    StoreConfig,
+)
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Device, Event, Graph, Kernel, ModuleSpec, Stream, cpu_only
 from pagedkv.errors import (
@@ -31,8 +40,10 @@ from pagedkv.errors import (
     UnitInFlight,
 )
 from pagedkv.kernels import shipped_modules
+from pagedkv.layout import control_words
 from pagedkv.ledgers import Batch
-from pagedkv.ops import AttentionShape, Ops, workspace_bytes
+from pagedkv.ops import Ops
+from pagedkv.planner import CapacityPlan, plan
 from pagedkv.profiles import PROFILES, Profile
 from pagedkv.quantities import PAGE_TOKENS
 from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
@@ -47,8 +58,10 @@ __all__ = [
     "ActivationRefused",
     "ActivationTarget",
     "AttentionShape",
+    "AutoCapacity",
     "Batch",
     "CapacityError",
+    "CapacityPlan",
     "CaptureRefused",
     "Clause",
     "ConfigError",
@@ -83,9 +96,11 @@ __all__ = [
     "clause",
     "clauses",
     "codecs",
+    "control_words",
     "cpu_only",
     "open_device",
     "open_store",
+    "plan",
     "shipped_modules",
     "workspace_bytes",
 ]

@@ -54,15 +54,16 @@ def check_1_one_replica_per_lease(spaces: AddressSpaces) -> None:
 
 
 def check_2_planes_share_one_frontier(pool: PoolConfig) -> None:
-    """C16.2: all planes of a pool have the same pages and order."""
+    """C16.2: all planes of a pool have the same pages, the guard page included, and the same order."""
     shared = {(plane.pages, plane.order) for plane in pool.planes}
-    assert shared == {(pool.pages, pool.order)}, f"pool {pool.name}: planes differ: {shared}"
+    assert shared == {(pool.pages + pool.guard_pages, pool.order)}, f"pool {pool.name}: planes differ: {shared}"
 
 
 def check_3_one_id_for_all_planes(pool: PoolConfig, spaces: AddressSpaces) -> None:
     """C16.3: every id that a table may name exists in every plane."""
     planes: tuple[PlaneGeometry, ...] = pool.planes
-    assert all(plane.pages == spaces.pool.capacity for plane in planes), f"{_name(spaces)}: a plane lacks pages"
+    capacity = spaces.pool.capacity + pool.guard_pages
+    assert all(plane.pages == capacity for plane in planes), f"{_name(spaces)}: a plane lacks pages"
     mirror = spaces.table.mirror
     assert mirror.min() >= UNMAPPED, f"{_name(spaces)}: a negative id in the table"
     assert mirror.max() < spaces.pool.capacity, f"{_name(spaces)}: an id beyond the planes in the table"

@@ -8,20 +8,33 @@ A configuration is a value: it is checked once, when it is made, and everything 
     L  blocks            ceil(S / P), the width of every block table
     M  main_pages        page groups of the Main pool
 
-Read next: `layout.py` turns a configuration into bytes; `pool.py` starts the ledgers.
+Automatic capacity is a wish until the planner has resolved it: `with_pages(M)` gives the configuration with that M
+made explicit, and the ledgers, planes and views are built from such a one only.
+
+Read next: `layout.py` turns a configuration into bytes, `planner.py` chooses M; `pool.py` starts the ledgers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pagedkv.attention_shape import DECODE_WIDTH_MAX
 from pagedkv.errors import ConfigError
 from pagedkv.planes import PageOrder, PlaneGeometry, plane_inventory
 from pagedkv.profiles import PROFILES, QUERY_GROUP_MAX, Profile, check_head_dim, resolve_profile
-from pagedkv.quantities import CONTEXT_TOKENS_MAX, ceil_div, pages_for_tokens
+from pagedkv.quantities import CONTEXT_TOKENS_MAX, PAGE_TOKENS, SLAB_ALIGN_BYTES, align_up, ceil_div, pages_for_tokens
 
-VERIFY_WIDTH_MAX = 16
+VERIFY_WIDTH_MAX = DECODE_WIDTH_MAX
 CONCURRENCY_MAX = 4096
+PREFILL_COLUMNS_MIN = 16
+PREFILL_COLUMNS_MAX = 65_536
+BYTES_MAX = 1 << 50
+
+GRAPH_ALLOWANCE_BYTES_PER_LANE = 12 << 20
+"""What a plan sets aside for captured graphs, their buffers and allocator rounding, per lane, unless told better.
+
+An estimate, known from another implementation on an RTX 5090 without a draft; `Store.graph_bytes` says what the
+buffers of the captured units took, and `graph_allowance_bytes` replaces the estimate."""
 
 
 def _require_int(what: str, value: object, low: int, high: int, clause: str) -> None:
@@ -68,6 +81,27 @@ class ExplicitCapacity:
 
 
 @dataclass(frozen=True)
+class AutoCapacity:
+    """Main capacity from the memory that is free when the store opens, resolved once.  (C5.3)
+
+    Open the store after the weights are loaded: what is in use then is not free.
+
+    Args:
+        headroom_bytes: R, free memory that the plan leaves alone.
+        min_tokens: least acceptable Main capacity; a plan that reaches less is an error.  None accepts M_min, the
+            least that the contract allows, and then a plan below M_max is logged as a warning.
+    """
+
+    headroom_bytes: int = 1 << 30
+    min_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("AutoCapacity.headroom_bytes", self.headroom_bytes, 0, BYTES_MAX, "C5.3")
+        if self.min_tokens is not None:
+            _require_int("AutoCapacity.min_tokens", self.min_tokens, 1, 1 << 40, "C5.3")
+
+
+@dataclass(frozen=True)
 class MTPBackend:
     """A multi-token-prediction draft: its own page-major pool in the engine's profile.  (C3.3, C5.6)
 
@@ -98,13 +132,17 @@ class DraftFullBackend:
 
 
 Backend = MTPBackend | DraftFullBackend
+Capacity = ExplicitCapacity | AutoCapacity
 
 
 @dataclass(frozen=True)
 class PoolConfig:
     """One pool, resolved: what its ledger, planes and views are built from.  (C3.1, C3.4)
 
-    `lead_tokens` is how far beyond the sequence's own budget a row may write provisionally.
+    Attributes:
+        pages: page groups that leases may name, ids 0 to pages - 1.
+        lead_tokens: how far beyond the sequence's own budget a row may write provisionally.
+        guard_pages: page groups behind them that no lease ever names; 1 in sanitizer mode (C11.1).
     """
 
     name: str
@@ -113,13 +151,14 @@ class PoolConfig:
     order: PageOrder
     pages: int
     lead_tokens: int
+    guard_pages: int = 0
 
     @property
     def planes(self) -> tuple[PlaneGeometry, ...]:
         """Every plane in ordinal order.  (C4.2)"""
         return plane_inventory(
             self.profile, layers=self.geometry.layers, kv_heads=self.geometry.kv_heads,
-            head_dim=self.geometry.head_dim, pages=self.pages, order=self.order,
+            head_dim=self.geometry.head_dim, pages=self.pages + self.guard_pages, order=self.order,
         )
 
     @property
@@ -127,18 +166,31 @@ class PoolConfig:
         """Bytes of one page group over all planes.  (C3.11)"""
         return sum(plane.page_bytes for plane in self.planes)
 
+    def packed_bytes(self, pages: int) -> int:
+        """Bytes of a host extent of so many pages: each plane's payload rounded up to 256.  (C5.7)"""
+        return sum(align_up(pages * plane.page_bytes, SLAB_ALIGN_BYTES) for plane in self.planes)
+
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Everything that is fixed when a store opens.  (C5.1, C5.2)
+    """Everything that is fixed when a store opens.  (C5.1 to C5.4)
 
     Args:
         geometry: the target model's attention.
         profile: a name or alias of the closed set, or a Profile.
         max_context: S in tokens.
         max_concurrency: C in sequences.
-        kv_capacity: Main capacity; `ExplicitCapacity(tokens)`.
+        kv_capacity: Main capacity: `ExplicitCapacity(tokens)`, or `AutoCapacity(headroom_bytes)`.
         backend: None, `MTPBackend` or `DraftFullBackend`; at most one.
+        decode_columns_max: W of the widest decode unit, 1 to 16; it sizes workspace and control buffers.  None is 1
+            without a backend, K + 1 with MTP, 16 with Draft Full.
+        prefill_columns_max: W of the widest prefill unit, 16 to 65,536.
+        state_bytes_per_lane, state_bytes_fixed: device memory that the caller will allocate after the store opens, for
+            each lane and once; charged, not allocated (C5.3).
+        graph_allowance_bytes: device memory set aside for captured graphs, their buffers and allocator rounding;
+            None is 12 MiB per lane.
+        sanitizer: keep one guard page group a pool behind the last id; fresh table entries point at it (C11.1).
+        host_arena_bytes: pinned host memory for host replicas; charged to no device (C5.7).
 
     Raises:
         ConfigError: a value outside its range, a head_dim or group that no kernel serves, or a
@@ -149,8 +201,15 @@ class StoreConfig:
     profile: str | Profile = field(kw_only=True)
     max_context: int = field(kw_only=True)
     max_concurrency: int = field(kw_only=True)
-    kv_capacity: ExplicitCapacity = field(kw_only=True)
+    kv_capacity: Capacity = field(kw_only=True)
     backend: Backend | None = field(default=None, kw_only=True)
+    decode_columns_max: int | None = field(default=None, kw_only=True)
+    prefill_columns_max: int = field(default=1024, kw_only=True)
+    state_bytes_per_lane: int = field(default=0, kw_only=True)
+    state_bytes_fixed: int = field(default=0, kw_only=True)
+    graph_allowance_bytes: int | None = field(default=None, kw_only=True)
+    sanitizer: bool = field(default=False, kw_only=True)
+    host_arena_bytes: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.geometry, KVGeometry):
@@ -163,10 +222,31 @@ class StoreConfig:
         if self.backend is not None and not isinstance(self.backend, MTPBackend | DraftFullBackend):
             raise ConfigError("backend", expected="None, an MTPBackend or a DraftFullBackend", got=repr(self.backend),
                               remedy="choose one backend; they exclude each other", clause="C3.3")
-        if not isinstance(self.kv_capacity, ExplicitCapacity):
-            raise ConfigError("kv_capacity", expected="an ExplicitCapacity", got=repr(self.kv_capacity),
-                              remedy="pass ExplicitCapacity(tokens=...)", clause="C5.2")
-        self._check_capacity(self.kv_capacity.tokens)
+        self._check_reservations()
+        if isinstance(self.kv_capacity, ExplicitCapacity):
+            self._check_capacity(self.kv_capacity.tokens)
+        elif not isinstance(self.kv_capacity, AutoCapacity):
+            raise ConfigError("kv_capacity", expected="an ExplicitCapacity or an AutoCapacity",
+                              got=repr(self.kv_capacity), remedy="pass ExplicitCapacity(tokens=...)", clause="C5.2")
+        elif self.kv_capacity.min_tokens is not None and self.pages_least > self.pages_max:
+            raise ConfigError(
+                "AutoCapacity.min_tokens", expected=f"at most {self.pages_max * PAGE_TOKENS} tokens",
+                got=f"{self.kv_capacity.min_tokens} tokens",
+                remedy="more than max_concurrency whole sequences can be used by nobody", clause="C5.1",
+            )
+
+    def _check_reservations(self) -> None:
+        if self.decode_columns_max is not None:
+            _require_int("decode_columns_max", self.decode_columns_max, 1, DECODE_WIDTH_MAX, "C14.4")
+        _require_int("prefill_columns_max", self.prefill_columns_max, PREFILL_COLUMNS_MIN, PREFILL_COLUMNS_MAX, "C14.4")
+        _require_int("state_bytes_per_lane", self.state_bytes_per_lane, 0, BYTES_MAX, "C5.3")
+        _require_int("state_bytes_fixed", self.state_bytes_fixed, 0, BYTES_MAX, "C5.3")
+        if self.graph_allowance_bytes is not None:
+            _require_int("graph_allowance_bytes", self.graph_allowance_bytes, 0, BYTES_MAX, "C5.4")
+        _require_int("host_arena_bytes", self.host_arena_bytes, 0, BYTES_MAX, "C5.7")
+        if not isinstance(self.sanitizer, bool):
+            raise ConfigError("sanitizer", expected="True or False", got=repr(self.sanitizer),
+                              remedy="correct the configuration", clause="C11.1")
 
     def _check_capacity(self, tokens: int) -> None:
         pages = pages_for_tokens(tokens)
@@ -204,22 +284,70 @@ class StoreConfig:
         return self.max_concurrency * self.blocks
 
     @property
+    def pages_least(self) -> int:
+        """Least acceptable Main pages: M_min, or what `AutoCapacity.min_tokens` takes, if more.  (C5.1, C5.3)"""
+        wanted = self.kv_capacity.min_tokens if isinstance(self.kv_capacity, AutoCapacity) else None
+        return max(self.pages_min, pages_for_tokens(wanted or 0))
+
+    @property
+    def decode_columns(self) -> int:
+        """W of the widest decode unit, resolved: verify reads K drafted tokens and the one before them."""
+        if self.decode_columns_max is not None:
+            return self.decode_columns_max
+        if self.backend is None:
+            return 1
+        return self.backend.draft_window + 1 if isinstance(self.backend, MTPBackend) else VERIFY_WIDTH_MAX
+
+    @property
+    def state_bytes(self) -> int:
+        """Caller-declared state: fixed, and for every lane.  (C5.3)"""
+        return self.state_bytes_fixed + self.max_concurrency * self.state_bytes_per_lane
+
+    @property
+    def allowance_bytes(self) -> int:
+        """Graph allowance: as given, or the estimate for every lane.  (C5.4)"""
+        if self.graph_allowance_bytes is not None:
+            return self.graph_allowance_bytes
+        return self.max_concurrency * GRAPH_ALLOWANCE_BYTES_PER_LANE
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether M is known: capacity is explicit."""
+        return isinstance(self.kv_capacity, ExplicitCapacity)
+
+    @property
     def main_pages(self) -> int:
-        """M: page groups of the Main pool.  (C5.2)"""
+        """M: page groups of the Main pool.  (C5.2)
+
+        Raises:
+            ConfigError: capacity is automatic and not yet resolved.
+        """
+        if not isinstance(self.kv_capacity, ExplicitCapacity):
+            raise ConfigError("main_pages", expected="a configuration whose capacity is resolved", got="AutoCapacity",
+                              remedy="open it with open_store, or resolve it with plan(config, free_bytes).config",
+                              clause="C5.3")
         return pages_for_tokens(self.kv_capacity.tokens)
 
     @property
     def pools(self) -> tuple[PoolConfig, ...]:
         """The growing pools: Main first, then the backend's.  (C3.3)"""
-        pages = self.main_pages
-        main = PoolConfig("main", self.resolved_profile, self.geometry, "page-major", pages, 0)
+        return self.pools_at(self.main_pages)
+
+    def with_pages(self, pages: int) -> StoreConfig:
+        """Return this configuration with M made explicit.  (C5.2, C5.3)"""
+        return replace(self, kv_capacity=ExplicitCapacity(pages * PAGE_TOKENS))
+
+    def pools_at(self, pages: int) -> tuple[PoolConfig, ...]:
+        """Return the growing pools as they are at M = pages, whatever the capacity says.  (C3.3, C5.6)"""
+        guard = int(self.sanitizer)
+        main = PoolConfig("main", self.resolved_profile, self.geometry, "page-major", pages, 0, guard)
         backend = self.backend
         if isinstance(backend, MTPBackend):
             lead = backend.draft_window - 1
             draft = KVGeometry(backend.layers, self.geometry.query_heads, self.geometry.kv_heads,
                                self.geometry.head_dim)
-            lead_pages = self.max_concurrency * ceil_div(lead, 64)
-            return (main, PoolConfig("mtp", self.resolved_profile, draft, "page-major", pages + lead_pages, lead))
+            mtp_pages = pages + self.max_concurrency * ceil_div(lead, PAGE_TOKENS)
+            return (main, PoolConfig("mtp", self.resolved_profile, draft, "page-major", mtp_pages, lead, guard))
         if isinstance(backend, DraftFullBackend):
-            return (main, PoolConfig("draft", PROFILES["bf16"], backend.geometry, "head-major", pages, 0))
+            return (main, PoolConfig("draft", PROFILES["bf16"], backend.geometry, "head-major", pages, 0, guard))
         return (main,)

@@ -27,15 +27,17 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.check import check_ledgers
-from pagedkv.config import StoreConfig
+from pagedkv.config import AutoCapacity, StoreConfig
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Array, Device, Event, Graph, Stream
 from pagedkv.errors import ActivationRefused, ConfigError, DeviceFault, MisuseError, StoreLatched
-from pagedkv.layout import StoreLayout, build_layout
+from pagedkv.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
 from pagedkv.ledgers import Batch, Columns, PoolSlices, StoreLedgers
 from pagedkv.ops import Ops
+from pagedkv.planner import CapacityPlan, plan
 from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
 from pagedkv.unit_guard import SubmittedUnit
 from pagedkv.views import PagedKVBatchLayerView
@@ -48,27 +50,36 @@ class Store:
     """A KV store on one device; made by `open_store`.
 
     Attributes:
-        config: what it was built from; fixed.
+        config: what it was built from, its capacity resolved; fixed.
+        plan: how automatic capacity was resolved; None when capacity was explicit, and nothing was measured (C5.2).
         device, stream: where everything runs; one ordered stream.
         ops: the kernels' wrappers on this device.
         layout: every slab, as allocated.
         views: `views[pool][layer]`, what kernels read through (C14.1).
-        block_tables: `block_tables[pool]`, (C, L) int32 on the device; entries beyond membership are unspecified.
+        block_tables: `block_tables[pool]`, (C, L) int32 on the device; entries beyond membership are unspecified,
+            and the guard page in a fresh table of sanitizer mode (C11.1).
+        workspace: uint8, for the attention of every unit on `stream`; None where no unit needs any.
+        control_ingress, control_egress: int32 words of every unit on `stream`, at fixed addresses (C15.1).
+        graph_bytes: bytes handed to captured units so far; planned as the graph allowance.
     """
 
-    def __init__(self, config: StoreConfig, device: Device) -> None:
-        if not isinstance(config, StoreConfig):
-            raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
-                              remedy="build a StoreConfig first", clause="C5.2")
+    def __init__(self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None) -> None:
+        _require_config(config)
         self.config = config
+        self.plan = plan
         self.device = device
         self.stream: Stream = device.stream()
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
         self._ledgers = StoreLedgers(config, next(_STORE_IDS))
         self._slabs: dict[str, Array] = {
-            slab.name: device.zeros(slab.shape, slab.dtype) for slab in self.layout.slabs
+            slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype)
+            for slab in self.layout.slabs
         }
+        self.workspace: Array | None = self._slabs.get(ATTENTION_WORKSPACE)
+        self.control_ingress: Array = self._slabs[CONTROL_INGRESS]
+        self.control_egress: Array = self._slabs[CONTROL_EGRESS]
+        self.graph_bytes = 0
         self.block_tables: dict[str, Array] = {
             pool.name: self._slabs[f"{pool.name}.block_table"] for pool in config.pools
         }
@@ -76,6 +87,8 @@ class Store:
             pool.name: tuple(self._layer_view(pool.name, layer) for layer in range(pool.geometry.layers))
             for pool in config.pools
         }
+        if config.sanitizer:
+            self._set_guard_pages()
         for pool in config.pools:
             self.ops.prepare(pool.profile, pool.geometry.head_dim)
         self._events: dict[int, Event] = {}
@@ -108,6 +121,7 @@ class Store:
         self.views.clear()
         self.block_tables.clear()
         self._slabs.clear()
+        self.workspace = self.control_ingress = self.control_egress = None
 
     def latch(self, fault: DeviceFault) -> None:
         """Stop the store after a device error; the first one is kept as evidence.  (C12.4)"""
@@ -261,6 +275,21 @@ class Store:
         with self._latching():
             graph.launch(self.stream)
 
+    def graph_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Allocate a buffer that lives with a captured unit, and count it into `graph_bytes`.  (C5.4)
+
+        The graph allowance of the plan is meant to hold them all; what exceeds it is logged once, not refused.
+        """
+        self._enter("graph_buffer")
+        buffer = self.device.empty(shape, dtype)
+        allowance = self.config.allowance_bytes
+        is_first_excess = self.graph_bytes <= allowance < self.graph_bytes + int(buffer.nbytes)
+        self.graph_bytes += int(buffer.nbytes)
+        if is_first_excess and self.plan is not None:
+            _LOG.warning("buffers of captured units take %d bytes, %d were planned; set graph_allowance_bytes",
+                         self.graph_bytes, allowance)
+        return buffer
+
     # ---- between units ----------------------------------------------------------------------------
 
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
@@ -342,6 +371,23 @@ class Store:
                     )
                     self.published_slices += 1
 
+    def _set_guard_pages(self) -> None:
+        """Fill the guard pages with 0xFF, which no profile reads as a number, and point fresh tables at them.  (C11.1)
+
+        0xFF is NaN in BF16, in E4M3 and in FP16 and E4M3 scales; INT8 and E2M1 codes are NaN through their scales.
+        """
+        for slab in self.layout.slabs:
+            plane, array = slab.plane, self._slabs[slab.name]
+            if plane is not None:
+                runs = [array[-1]] if plane.order == "page-major" else [head[-1] for head in array]
+                for run in runs:
+                    poison = np.full(run.nbytes, 0xFF, np.uint8).view(slab.dtype).reshape(run.shape)
+                    self.device.copy(run, poison, self.stream)
+        for pool in self.config.pools:
+            table = self.block_tables[pool.name]
+            self.device.copy(table, np.full(table.shape, pool.pages, np.int32), self.stream)
+        self.stream.synchronize()
+
     def _layer_view(self, pool_name: str, layer: int) -> PagedKVBatchLayerView:
         pool = next(pool for pool in self.config.pools if pool.name == pool_name)
         planes = {role: self._slabs.get(f"{pool_name}.{layer}.{role}")
@@ -387,15 +433,36 @@ class _Latching:
             self._store.latch(error)
 
 
+def _require_config(config: StoreConfig) -> None:
+    if not isinstance(config, StoreConfig):
+        raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
+                          remedy="build a StoreConfig first", clause="C5.2")
+    if config.host_arena_bytes:
+        raise ConfigError("host_arena_bytes", expected="0: this version plans host replicas but keeps none",
+                          got=f"{config.host_arena_bytes} bytes", remedy="open the store without a host arena",
+                          clause="C5.7")
+
+
 def open_store(config: StoreConfig, device: str | Device = "auto") -> Store:
     """Open a store on a device: "auto", "cpu", "cuda" or a Device.
 
-    Says in one line of the `pagedkv` log which device it is and why.
+    Says in one line of the `pagedkv` log which device it is and why.  Automatic capacity is resolved here, once, with
+    the memory that is free after this process's caches were emptied (C5.3): a second line says what was free, wanted
+    and got, as a warning when the caller named no `min_tokens` and got less than every lane can use.
 
     Raises:
-        ConfigError: `config` is not a StoreConfig.
+        ConfigError: `config` is not a StoreConfig, or asks for what this version lacks.
+        CapacityError: automatic capacity, and too little memory is free; says what would fit.
         MissingRequirement: the device needs something that is not there; says how to get it.
     """
+    _require_config(config)
     chosen = open_device(device) if isinstance(device, str) else device
     _LOG.info("device: %s", chosen.description)
-    return Store(config, chosen)
+    if not isinstance(config.kv_capacity, AutoCapacity):
+        return Store(config, chosen)
+    cache_bytes = chosen.empty_caches()
+    free_bytes, total_bytes = chosen.memory_bytes()
+    made = plan(config, free_bytes, total_bytes=total_bytes, cache_bytes=cache_bytes)
+    is_degraded = made.is_clamped and config.kv_capacity.min_tokens is None
+    _LOG.log(logging.WARNING if is_degraded else logging.INFO, "%s", made.summary())
+    return Store(made.config, chosen, plan=made)

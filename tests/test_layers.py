@@ -22,7 +22,8 @@ from tests.checkout import ROOT, name_of, source_files
 
 LAYER_OF = {
     **dict.fromkeys(
-        ("errors", "quantities", "config", "profiles", "codecs", "planes", "layout", "planner", "clauses"), "values"
+        ("errors", "quantities", "config", "profiles", "codecs", "planes", "attention_shape", "layout", "planner",
+         "clauses"), "values"
     ),
     **dict.fromkeys(("free_runs", "pool", "host_arena", "logical_pages", "address_space", "block_tables"), "ledgers"),
     **dict.fromkeys(("sequence", "ledgers", "speculation", "transfers", "unit_guard", "check", "journal"), "combining"),

@@ -6,7 +6,7 @@ object with `"schema": 1`.  Exit codes: 0 ok, 1 a finding, 2 usage, 3 something 
 A subcommand is a thin shell: it parses, calls one module of `tools/`, prints.  Modules with heavy imports are
 imported by the subcommand that needs them, so that `pagedkv help C12.2` answers at once.
 
-Read next: `doctor.py`, `kernel_set.py`, `run.py`.
+Read next: `doctor.py`, `kernel_set.py`, `run.py`, `plan.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import click
 
 import pagedkv as pk
+from pagedkv.tools.byte_count import byte_count
 
 EXIT_FINDING = 1
 EXIT_USAGE = 2
@@ -153,6 +154,87 @@ def run(
         chat=chat,
         json=as_json,
     )
+
+
+@main.command()
+@click.option("--model", type=click.Choice(["smollm2"]), help="A known model, instead of the four numbers below.")
+@click.option("--layers", type=click.IntRange(min=1), help="Layers with a growing cache.")
+@click.option("--query-heads", type=click.IntRange(min=1))
+@click.option("--kv-heads", type=click.IntRange(min=1))
+@click.option("--head-dim", type=click.IntRange(min=1))
+@click.option("--profile", default="bf16", show_default=True, help="Storage profile of the KV cache (C4).")
+@click.option("--max-context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a row.")
+@click.option("--max-concurrency", type=click.IntRange(min=1), default=8, show_default=True, help="Rows at a time.")
+@click.option("--capacity", default="auto", show_default=True, help="Tokens of the Main pool, or auto.")
+@click.option("--headroom", type=byte_count, help="Leave so much free, with auto.  [default: 1GiB]")
+@click.option("--min-tokens", type=click.IntRange(min=1), help="Refuse less capacity, with auto.")
+@click.option("--free-bytes", type=byte_count, help="Free memory of another machine, such as 80GiB.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--backend", help="mtp:K, mtp:K:LAYERS, or draft:LAYERSxQUERY_HEADSxKV_HEADSxHEAD_DIM.")
+@click.option("--host-arena", type=byte_count, default=0, help="Pinned host memory for replicas.")
+@click.option("--state-per-lane", type=byte_count, default=0, help="Your own device memory for each lane.")
+@click.option("--state-fixed", type=byte_count, default=0, help="Your own device memory, once.")
+@click.option("--graph-allowance", type=byte_count, help="For captured graphs and buffers.  [default: 12MiB a lane]")
+@click.option("--decode-columns", type=click.IntRange(min=1), help="Widest decode unit.  [default: from the backend]")
+@click.option("--prefill-columns", type=click.IntRange(min=1), default=1024, show_default=True, help="Widest prefill.")
+@click.option("--sanitizer", is_flag=True, help="With the guard pages of sanitizer mode.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan(
+    model: str | None,
+    layers: int | None,
+    query_heads: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    profile: str,
+    max_context: int,
+    max_concurrency: int,
+    capacity: str,
+    headroom: int | None,
+    min_tokens: int | None,
+    free_bytes: int | None,
+    device: str,
+    backend: str | None,
+    host_arena: int,
+    state_per_lane: int,
+    state_fixed: int,
+    graph_allowance: int | None,
+    decode_columns: int | None,
+    prefill_columns: int,
+    sanitizer: bool,
+    as_json: bool,
+) -> None:
+    """Say how many pages fit, and where every byte goes.
+
+    Counts of bytes are written 1073741824, 1GiB or 800MB. Too little memory is a finding: exit code 1, with what would
+    fit.
+    """
+    from pagedkv.tools import plan as planning
+
+    numbers = (layers, query_heads, kv_heads, head_dim)
+    if model is not None and any(number is not None for number in numbers):
+        raise click.UsageError("give --model, or --layers, --query-heads, --kv-heads and --head-dim; not both")
+    if model is not None:
+        geometry = planning.MODELS[model]
+    elif layers is None or query_heads is None or kv_heads is None or head_dim is None:
+        raise click.UsageError("give --model, or --layers, --query-heads, --kv-heads and --head-dim together")
+    else:
+        geometry = pk.KVGeometry(layers=layers, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim)
+    config = pk.StoreConfig(
+        geometry,
+        profile=profile,
+        max_context=max_context,
+        max_concurrency=max_concurrency,
+        kv_capacity=planning.parse_capacity(capacity, headroom_bytes=headroom, min_tokens=min_tokens),
+        backend=planning.parse_backend(backend),
+        decode_columns_max=decode_columns,
+        prefill_columns_max=prefill_columns,
+        state_bytes_per_lane=state_per_lane,
+        state_bytes_fixed=state_fixed,
+        graph_allowance_bytes=graph_allowance,
+        sanitizer=sanitizer,
+        host_arena_bytes=host_arena,
+    )
+    planning.plan_capacity(config, free_bytes=free_bytes, device=device, json=as_json)
 
 
 @main.group()

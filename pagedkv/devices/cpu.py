@@ -129,6 +129,20 @@ class CpuDevice:
         """Give free and total memory of the host, in bytes, within its control group."""
         return host_memory_bytes()
 
+    def empty_caches(self) -> int:
+        """Say 0: freed buffers go back to the system at once."""
+        return 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the live arrays that `empty` and `zeros` handed out: exact spans, without guards and slack."""
+        return self._context.memory.allocated_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the live arrays that `pinned` handed out."""
+        return self._context.memory.pinned_bytes
+
     def address(self, array: npt.NDArray[Any]) -> int:
         """Give the address of the first element of an array of this device."""
         self._own_array(array, "address")

@@ -74,7 +74,8 @@ class Memory:
         self._live: dict[int, tuple[str, Buffer]] = {}
         self._freed: deque[tuple[str, Buffer]] = deque()  # oldest first; without memory, addresses kept
         self.violations: list[str] = []  # overwritten canaries found when a mapping was returned
-        self.allocated_bytes = 0
+        self.allocated_bytes = 0  # of live device arrays, as asked for; pinned ones count apart
+        self.pinned_bytes = 0
 
     def array(
         self,
@@ -134,7 +135,7 @@ class Memory:
         allocation = Allocation(self, buffer, label, serial, is_pinned=is_pinned)
         with self._lock:
             self._live[serial] = (label, buffer)
-            self.allocated_bytes += byte_count
+            self._count(byte_count, is_pinned=is_pinned)
         allocation.__array_interface__ = {
             "version": 3,
             "shape": extents,
@@ -151,7 +152,7 @@ class Memory:
             if (offset := self._overwritten(buffer)) is not None:
                 self.violations.append(_overwrite_text(allocation.label, buffer, offset))
             self._live.pop(allocation.serial, None)
-            self.allocated_bytes -= buffer.bytes
+            self._count(-buffer.bytes, is_pinned=allocation.is_pinned)
             self._library.pk_buffer_retire(ctypes.byref(buffer))
             self._freed.append((allocation.label, buffer))
             if len(self._freed) > FREED_REMEMBERED:
@@ -201,6 +202,12 @@ class Memory:
             if buffer.base <= address < buffer.base + buffer.mapped_bytes:
                 return f"in buffer {label}, which was freed"
         return ""
+
+    def _count(self, byte_count: int, *, is_pinned: bool) -> None:
+        if is_pinned:
+            self.pinned_bytes += byte_count
+        else:
+            self.allocated_bytes += byte_count
 
     def _overwritten(self, buffer: Buffer) -> int | None:
         offset = ctypes.c_int64()

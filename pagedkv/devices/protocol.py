@@ -226,7 +226,10 @@ class Device(Protocol):
         """Give the device address of the first element."""
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Give free and total memory, in bytes."""
+        """Give free and total memory, in bytes, as the runtime reports them."""
+
+    def empty_caches(self) -> int:
+        """Give memory that this process's allocators keep for later back, and say how many bytes they held."""
 
     def close(self) -> None:
         """Release threads and workspaces; later use is refused, arrays stay readable."""

@@ -44,7 +44,7 @@ def test_a_chunk_runs_in_the_next_power_of_two_or_the_whole_chunk(tokens: int, w
 def test_control_buffers_lie_side_by_side_and_unselected_entries_are_inert() -> None:
     """C11.3, C15.1: one copy carries all selectors; entries beyond the batch have row -1 and no live column."""
     with pk.open_store(CONFIG, device="cpu") as store:
-        control = ControlBuffers(store.device, batch=4, width=2)
+        control = ControlBuffers(store, batch=4, width=2)
         control.write(np.array([3, 1]), np.array([7, 8], np.int32), np.array([2, 1], np.int32),
                       np.array([[5, 6], [9, 0]], np.int32))
         store.device.copy(control.ingress_device, control.ingress_host, store.stream)

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import codecs
+from pagedkv.attention_shape import AttentionShape, Route, workspace_bytes
 from pagedkv.devices.protocol import Array, Device, Stream
-from pagedkv.ops import AttentionShape, Ops, Route, workspace_bytes
+from pagedkv.ops import Ops
 from pagedkv.planes import PageOrder, PlaneGeometry, plane_inventory
 from pagedkv.views import PagedKVBatchLayerView
 

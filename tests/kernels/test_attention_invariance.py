@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagedkv.attention_shape import Route
 from pagedkv.devices.cpu import CpuDevice
 from pagedkv.devices.protocol import Device
-from pagedkv.ops import Route
 from pagedkv.profiles import PROFILES
 from tests.kernels.paged_cache import Bits, PagedCache, Table, bf16_noise, scattered_table
 

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pagedkv import attention_shape
 from pagedkv import ops as ops_module
+from pagedkv.attention_shape import AttentionShape, Route, key_groups, workspace_bytes
 from pagedkv.devices.protocol import Device, ModuleSpec
 from pagedkv.errors import MisuseError
-from pagedkv.ops import AttentionShape, Ops, Route, key_groups, workspace_bytes
+from pagedkv.ops import Ops
 from pagedkv.profiles import PROFILES
 from tests.checkout import ROOT
 from tests.kernels.paged_cache import Bits, PagedCache, assert_same_planes, bf16_noise, scattered_table, to_device
@@ -309,10 +311,10 @@ def test_key_group_constants_stand_in_both_languages() -> None:
         assert found, f"no constant {name}"
         return int(found[1])
 
-    assert constant(softmax, "kShortGroupTokens") == ops_module.SHORT_GROUP_TOKENS
-    assert constant(softmax, "kLongGroupTokens") == ops_module.LONG_GROUP_TOKENS
-    assert constant(softmax, "kShortGroupsEndTokens") == ops_module.SHORT_GROUPS_END_TOKENS
-    assert constant(attention, "kRows") == ops_module.TILE_ROWS
+    assert constant(softmax, "kShortGroupTokens") == attention_shape.SHORT_GROUP_TOKENS
+    assert constant(softmax, "kLongGroupTokens") == attention_shape.LONG_GROUP_TOKENS
+    assert constant(softmax, "kShortGroupsEndTokens") == attention_shape.SHORT_GROUPS_END_TOKENS
+    assert constant(attention, "kRows") == attention_shape.TILE_ROWS
     assert constant(softmax, "kStreams") * 32 == ops_module.ATTENTION_THREADS
 
 
