@@ -109,9 +109,10 @@ PASSAGE = (
 TEXTS = [
     PASSAGE,
     (
-        "Shopping list for the week: 12 eggs, 2 litres of milk, 500 g of flour, salt, pepper, 3 onions, a bag of rice, "
-        "olive oil, 6 apples, 4 lemons, tea, coffee, sugar, a loaf of rye bread, butter, and one bar of dark chocolate, "
-        "two if they are cheap."
+        "Shopping list for the week: 12 eggs, 2 litres of milk, 500 g of flour, salt, pepper, 3 onions, a bag of "
+        "rice, "
+        "olive oil, 6 apples, 4 lemons, tea, coffee, sugar, a loaf of rye bread, butter, and one bar of dark "
+        "chocolate, two if they are cheap."
     ),
     (
         "def merge(left, right):\n    result = []\n    while left and right:\n        if left[0] <= right[0]:\n"
@@ -119,9 +120,9 @@ TEXTS = [
         "    return result + left + right\n\n\nprint(merge([1, 4, 7], [2, 3, 9]))\n"
     ),
     (
-        "- Where were you last night? - At home. I read a book about the moon landing. - All night? - Until two. Then I "
-        "could not sleep, so I counted the ticks of the clock in the kitchen, and after a while I forgot the number. "
-        "In the morning I made coffee and began the book again."
+        "- Where were you last night? - At home. I read a book about the moon. - All night? - Until two. Then I "
+        "could not sleep, so I counted the ticks of the clock in the kitchen, and after a while I forgot the number, "
+        "and the clock. In the morning I made coffee and began the book again."
     ),
     (
         "Il etait une fois une petite maison au bord de la mer. Chaque matin, une vieille femme ouvrait la fenetre et "

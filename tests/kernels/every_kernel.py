@@ -1,0 +1,78 @@
+"""One run of every kernel of a module, for comparing executions: all results, and every byte of every plane.
+
+Planes start as the device allocates them, unwritten, which is 0xFF in all of them.
+
+Read next: `test_compilers_agree.py`; `tests/ptxsim/test_shipped_kernels.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.ops import Ops
+from pagedkv.profiles import PROFILES, plane_schema
+from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table
+
+Results = dict[str, npt.NDArray[Any]]
+
+BF16_NAN = 0x7FC0
+
+
+def run_every_kernel(device: Any, profile: str, head_dim: int) -> Results:
+    """Run every kernel of one module and return what it wrote."""
+    results = append_and_attend(device, profile, head_dim)
+    if PROFILES[profile].is_quantized:
+        results |= encode_rows(device, profile, head_dim)
+    return results
+
+
+def append_and_attend(device: Any, profile: str, head_dim: int) -> Results:
+    """Run every kernel of one module: ragged appends, both routes, several key groups, dead columns, a NaN key."""
+    rng = np.random.default_rng(17)
+    results: Results = {}
+    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(3, 9, permutation=rng), rng=None)
+    for row, tokens in ((0, 515), (1, 70)):
+        cache.fill(rng, row, tokens)
+    q, k, v = (bf16_noise(rng, (3, 4, heads, head_dim)) for heads in (6, 2, 2))
+    results["out"], lse = cache.attend(
+        q, [515, 62, 0], [0, 1, 2], route="decode", new_rows=(k, v), valid_columns=[4, 2, 1], with_lse=True
+    )
+    assert lse is not None
+    results["lse"] = lse
+    k[0, 1], v[2, 0] = BF16_NAN, BF16_NAN
+    cache.ops.append_prefix(cache.view, cache.put(k), cache.put(v), cache.ints([513, 60, 1]), cache.ints([3, 0, 4]),
+                            cache.ints([0, -1, 2]), stream=cache.stream)  # fmt: skip
+    q = bf16_noise(rng, (1, 9, 6, head_dim))
+    results["prefill"], lse = cache.attend(q, [507], [0], route="prefill", with_lse=True)
+    assert lse is not None
+    results["prefill lse"] = lse
+    return {**results, **cache.host_planes()}
+
+
+def encode_rows(device: Any, profile: str, head_dim: int) -> Results:
+    """Encode rows that are taken as rotated: ordinary ones, and some outside the domain."""
+    rows = np.random.default_rng(5).standard_normal((7, head_dim)).astype(np.float32)
+    rows *= np.float32(10.0) ** np.arange(-3, 4, dtype=np.float32)[:, np.newaxis]
+    rows[0], rows[1, 3], rows[2, 40], rows[3, :8] = 0.0, np.nan, np.inf, [0.25, -0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
+    stream, results = device.stream(), {}
+    row_bytes: dict[str, int] = {plane.role: plane.row_bytes for plane in plane_schema(profile, head_dim)}
+    source = device.empty(rows.shape, np.float32)
+    device.copy(source, rows, stream)
+    for kind in ("k", "v"):
+        codes = device.empty((7, row_bytes[f"{kind}_code"]), np.uint8)
+        scales = device.empty((7, row_bytes[f"{kind}_scale"]), np.uint8)
+        Ops(device).encode_unrotated(profile, kind, source, codes, scales, stream=stream)
+        for name, array in ((f"{kind} codes", codes), (f"{kind} scales", scales)):
+            results[name] = np.empty_like(array)
+            device.copy(results[name], array, stream)
+    stream.synchronize()
+    return results
+
+
+def assert_same_bits(expected: Results, found: Results) -> None:
+    assert expected.keys() == found.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(array, found[name], err_msg=name)

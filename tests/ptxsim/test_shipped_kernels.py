@@ -1,0 +1,168 @@
+"""Every shipped kernel, executed a second time: NVRTC's PTX under an emulator gives the cpu device's bits.  (C14.6)
+
+Both executions share the source and nothing else: front end, types of eight floats, conversions, collectives and the
+executor differ.  Planes start unwritten, so that the emulator sees every read of a byte that no one wrote, and every
+byte of planes and outputs is compared, written or not.
+
+The quick run takes one head size of each profile; the long run takes every module.  Read next: `simulated_device.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedkv.attention_shape import AttentionShape, workspace_bytes
+from pagedkv.devices.cpu import CpuDevice
+from pagedkv.kernels import SHIPPED_HEAD_DIMS_BF16, attention_module, shipped_modules
+from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
+from tests.kernels.cpu_helpers import cpu_device
+from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
+from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table
+from tests.ptxsim.simulated_device import SimulatedDevice
+
+QUICK_HEAD_DIM = 64
+VARIANTS = [
+    pytest.param(
+        profile.name, head_dim, marks=() if head_dim == QUICK_HEAD_DIM else (pytest.mark.long,),
+        id=f"{profile.name}-d{head_dim}",
+    )
+    for profile in PROFILES.values()
+    for head_dim in (HEAD_DIMS_QUANTIZED if profile.is_quantized else SHIPPED_HEAD_DIMS_BF16)
+]  # fmt: skip
+QUICK_VARIANTS = [(name, QUICK_HEAD_DIM) for name in PROFILES]
+
+
+@pytest.fixture
+def cpu() -> Iterator[CpuDevice]:
+    with cpu_device() as device:
+        yield device
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
+def test_both_executions_give_the_same_bits(
+    cpu: CpuDevice, simulated: SimulatedDevice, profile: str, head_dim: int
+) -> None:
+    """C4.4, C14.4: planes, outputs and lse of every kernel of a module; the sanitizer is silent."""
+    expected = run_every_kernel(cpu, profile, head_dim)
+    found = run_every_kernel(simulated, profile, head_dim)
+
+    assert_same_bits(expected, found)
+    exported = {"append_rows", "append_prefix", "causal_attention_decode", "causal_attention_merge",
+                "causal_attention_prefill"}  # fmt: skip
+    assert exported | ({"encode_unrotated"} if PROFILES[profile].is_quantized else set()) == {
+        launch.kernel for launch in simulated.launches
+    }
+
+
+def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevice) -> None:
+    """C14.4: zero_pages and both conversions; NaN payloads, ties and subnormals."""
+    rng = np.random.default_rng(3)
+    floats = rng.integers(0, 1 << 32, 1000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    halves = np.arange(0, 1 << 16, 61, dtype=np.uint16)
+    results: list[Results] = []
+    for device in (cpu, simulated):
+        cache = PagedCache.build(device, "k8v4", table=scattered_table(1, 4), rng=np.random.default_rng(4))  # type: ignore[arg-type]
+        view = cache.view
+        planes = [view.k_pages, view.v_pages, view.k_scales, view.v_scales]
+        cache.ops.zero_pages(list(zip(planes, cache.geometries, strict=True)), cache.ints([5, 1]), stream=cache.stream)
+        rounded, promoted = cache.put(np.zeros(1000, np.uint16)), cache.put(np.zeros(halves.size, np.uint32))
+        cache.ops.bf16_from_f32(rounded, cache.put(floats), stream=cache.stream)
+        cache.ops.f32_from_bf16(promoted.view(np.float32), cache.put(halves), stream=cache.stream)
+        results.append({**cache.host_planes(), "rounded": cache.get(rounded), "promoted": cache.get(promoted)})
+
+    assert_same_bits(results[0], results[1])
+    assert {"zero_pages", "bf16_from_f32", "f32_from_bf16"} == {launch.kernel for launch in simulated.launches}
+
+
+def test_every_shipped_module_is_executed() -> None:
+    """C4.5: the list of this file is the library's own."""
+    executed = {attention_module(*variant.values[:2]).name for variant in VARIANTS}  # type: ignore[arg-type]
+
+    assert executed | {"page_moves"} == {spec.name for spec in shipped_modules()}
+
+
+# ---- counters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
+def test_attention_reads_each_visible_row_once_and_no_other(
+    simulated: SimulatedDevice, profile: str, head_dim: int
+) -> None:
+    """C14.3: one tile per KV head reads its context's rows in 16-byte loads of K and whole sectors of V."""
+    tokens, kv_heads = 70, 2
+    device: Any = simulated
+    rng = np.random.default_rng(1)
+    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 2), rng=None)
+    cache.fill(rng, 0, tokens)
+
+    cache.attend(bf16_noise(rng, (1, 1, 6, head_dim)), [tokens - 1], [0], route="decode")
+
+    launch = simulated.launches[-1]
+    row_bytes: dict[str, int] = {plane.role: plane.row_bytes for plane in plane_schema(profile, head_dim)}
+    k, v = launch.plane(cache.view.k_pages), launch.plane(cache.view.v_pages)
+    assert tokens * kv_heads * row_bytes["k_code"] == k["load_bytes"] == 16 * k["load_sectors"]
+    assert tokens * kv_heads * row_bytes["v_code"] == v["load_bytes"] == 32 * v["load_sectors"]
+    assert k["load_bytes"] == 32 * k["distinct_load_sectors"]
+    assert v["load_bytes"] == 32 * v["distinct_load_sectors"]
+    assert not any(launch.plane(plane)["store_bytes"] for plane in (cache.view.k_pages, cache.view.v_pages))
+
+
+@pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
+def test_append_stores_each_row_once_in_whole_sectors(
+    simulated: SimulatedDevice, profile: str, head_dim: int
+) -> None:
+    """C4.4: code rows leave in full sectors, inputs are read once, and no plane is read back."""
+    tokens, kv_heads = 66, 2
+    device: Any = simulated
+    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 2), rng=None)
+
+    cache.fill(np.random.default_rng(1), 0, tokens)
+
+    (launch,) = simulated.launches
+    planes = {"k_code": cache.view.k_pages, "v_code": cache.view.v_pages, "k_scale": cache.view.k_scales,
+              "v_scale": cache.view.v_scales}  # fmt: skip
+    for plane in plane_schema(profile, head_dim):
+        counters = launch.plane(planes[plane.role])
+        assert tokens * kv_heads * plane.row_bytes == counters["store_bytes"], plane.role
+        assert not counters["load_bytes"]
+        if plane.role.endswith("code"):
+            assert counters["store_bytes"] == 32 * counters["distinct_store_sectors"]
+    # Inputs, table and selectors: of the two inputs every byte once.
+    allocations = launch.result.counters["allocs"].items()
+    inputs = sum(counters["load_bytes"] for name, counters in allocations if name.startswith("uint16(1, "))
+    assert 2 * tokens * kv_heads * head_dim * 2 == inputs
+
+
+@pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
+def test_no_kernel_has_local_memory_in_its_ptx(simulated: SimulatedDevice, profile: str, head_dim: int) -> None:
+    """An array that is indexed at run time would live there, in memory that nobody planned for."""
+    module = simulated.load(attention_module(profile, head_dim))
+
+    for name in module.program.entries():
+        kernel = module.program.kernel(name)
+        assert kernel.lw.local_off == 0, f"{name} has {kernel.lw.local_off} bytes of local memory"
+        assert not [category for category in kernel.cats if "local" in category]
+
+
+def test_a_workspace_is_read_only_where_it_was_written(simulated: SimulatedDevice) -> None:
+    """S12: a large plan over short rows; a read of a partial result that no block left would be reported."""
+    device: Any = simulated
+    rng = np.random.default_rng(2)
+    cache = PagedCache.build(device, "bf16", table=scattered_table(2, 33), rng=None)
+    cache.fill(rng, 0, 10)
+    cache.fill(rng, 1, 530)
+
+    cache.attend(bf16_noise(rng, (2, 1, 6, 64)), [9, 529], [0, 1], route="decode")
+
+    launch = simulated.launches[-1]
+    assert launch.kernel == "causal_attention_merge"
+    shape = AttentionShape("decode", 2, 1, 6, 2, 64, cache.view.max_context)
+    (name,) = (name for name in launch.result.counters["allocs"] if name.startswith(f"uint8({workspace_bytes(shape)},"))
+    assert launch.result.counters["allocs"][name]["load_bytes"] > 0
