@@ -231,17 +231,18 @@ PK_PUBLIC void pk_device_destroy(pk_device* device) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Buffers: [ guard page | canary ... | data | canary | guard pages ]
+// Buffers: [ guard pages | canary ... | data | canary | guard pages ]
 
-enum { GUARD_BYTES = 64 * 1024 };  // behind a buffer, so that a stride past the end still has a name
+// On either side, so that a stride past the end, or one before the start (page -1), still has a name.
+enum { GUARD_BYTES = 64 * 1024 };
 
 // Returns 0, or -1 when the host has no memory.  `align` is a power of two, at most a page.
 PK_PUBLIC int pk_buffer_create(uint64_t bytes, uint64_t align, int fill, pk_buffer* buffer) {
     uint64_t used = round_up(bytes, align), pages = round_up(used ? used : 1, PK_PAGE_BYTES);
-    uint64_t total = PK_PAGE_BYTES + pages + GUARD_BYTES;
+    uint64_t total = GUARD_BYTES + pages + GUARD_BYTES;
     void* base = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) return -1;
-    uint8_t* first = static_cast<uint8_t*>(base) + PK_PAGE_BYTES;
+    uint8_t* first = static_cast<uint8_t*>(base) + GUARD_BYTES;
     if (mprotect(first, pages, PROT_READ | PROT_WRITE) != 0) {
         munmap(base, total);
         return -1;
@@ -258,7 +259,7 @@ PK_PUBLIC int pk_buffer_create(uint64_t bytes, uint64_t align, int fill, pk_buff
 
 // 1 when a canary byte was overwritten; *offset is its distance from the start of the buffer (negative before it).
 PK_PUBLIC int pk_buffer_check(const pk_buffer* buffer, int64_t* offset) {
-    const uint8_t* first = buffer->base + PK_PAGE_BYTES;
+    const uint8_t* first = buffer->base + GUARD_BYTES;
     const uint8_t* end = buffer->base + buffer->mapped_bytes - GUARD_BYTES;
     for (const uint8_t* at = buffer->start + buffer->bytes; at < end; ++at) {
         if (*at != CANARY) {

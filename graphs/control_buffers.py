@@ -41,8 +41,10 @@ class ControlBuffers:
             )
         self.batch = batch
         self.width = width
-        self.ingress_host: Int32 = store.device.pinned((ingress,), np.int32)
-        self.egress_host: Int32 = store.device.pinned((egress,), np.int32)
+        self._device = store.device
+        shape = f"B={batch} W={width}"
+        self.ingress_host: Int32 = store.device.pinned((ingress,), np.int32, name=f"ingress host {shape}")
+        self.egress_host: Int32 = store.device.pinned((egress,), np.int32, name=f"egress host {shape}")
         self.ingress_device: Any = store.control_ingress[:ingress]
         self.egress_device: Any = store.control_egress[:egress]
         self.make_inert()
@@ -99,4 +101,5 @@ class ControlBuffers:
 
     def read_next_tokens(self, count: int) -> Int32:
         """Return a copy of next_tokens (count, W) of the first entries; the unit must have completed."""
-        return self.egress_host[self.batch :].reshape(self.batch, self.width)[:count].copy()
+        egress = self._device.readable(self.egress_host)
+        return egress[self.batch :].reshape(self.batch, self.width)[:count].copy()

@@ -37,6 +37,8 @@ from pagedkv.errors import (
     PagedKVError,
     StaleHandle,
     StoreLatched,
+    StreamHazard,
+    TransferFailed,
     UnitInFlight,
 )
 from pagedkv.kernels import shipped_modules
@@ -91,7 +93,9 @@ __all__ = [
     "StoreConfig",
     "StoreLatched",
     "Stream",
+    "StreamHazard",
     "SubmittedUnit",
+    "TransferFailed",
     "UnitInFlight",
     "clause",
     "clauses",

@@ -184,12 +184,14 @@ class AddressSpaces:
         The page that is cut inside gets a new content epoch; an equal frontier only trims (C7.6).
 
         Raises:
-            MisuseError: tokens is negative or above the committed frontier; nothing changed.
+            MisuseError: tokens is negative or above the committed frontier, or a copy uses a page that is cut or
+                trimmed (C7.4); nothing changed.
         """
         committed = int(self.frontier[row])
         if not 0 <= tokens <= committed:
             raise MisuseError(f"truncate of row {row} of pool {self.pool.name}", expected=f"0 to {committed} tokens",
                               got=tokens, remedy="truncate only lowers a committed frontier", clause="C9.10")
+        self.pool.require_unpinned(self.mapped_ids(row)[tokens >> PAGE_SHIFT :], "truncate")
         if tokens < committed and tokens & PAGE_MASK:
             self.pages.renew_content(self.members[row, tokens >> PAGE_SHIFT : (tokens >> PAGE_SHIFT) + 1])
         self.frontier[row] = tokens

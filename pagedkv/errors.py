@@ -12,8 +12,10 @@ every refusal.  Scarcity inside a step is an answer (a value), never an exceptio
         CaptureRefused                  an operation that stream capture forbids
       StaleHandle                       a handle that outlived what it named (C6.1)
       CapacityError                     scarcity while a store is built
+      TransferFailed                    a copy of pages could not be queued; nothing was published
       ActivationRefused                 scarcity at `activate`; carries the Refusal (C10.9)
       DeviceFault                       a kernel failed: kernel, block and thread
+        StreamHazard                    work in the wrong order, memory re-used too early (cpu device, deferred)
       StoreLatched                      the store stopped after a device error (C12.4)
       MissingRequirement                a compiler, driver, package or model is not there
 
@@ -89,8 +91,20 @@ class ActivationRefused(PagedKVError):
     """`activate` could not be honoured now; `refusal` carries the numbers (C10.9)."""
 
 
+class TransferFailed(PagedKVError):
+    """A copy of page groups could not be queued: the transfer is aborted, its source is as it was (C7.4)."""
+
+
 class DeviceFault(PagedKVError):
     """A kernel failed on the device; fields `kernel`, `block` and `thread` say where."""
+
+
+class StreamHazard(DeviceFault):
+    """The order of work, or the re-use of memory, is wrong: found by the cpu device in deferred mode.
+
+    Fields: `operation` (what was about to run, or the host's access), `buffer`, and `other` (the operation that
+    it races with; empty when the host is the other side).
+    """
 
 
 class StoreLatched(PagedKVError):

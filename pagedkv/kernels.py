@@ -4,7 +4,8 @@
     bf16_d64, ...     append.cu, causal_attention.cu   PK_PROFILE, PK_HEAD_DIM  append_rows, append_prefix,
                                                                                 encode_unrotated,
                                                                                 causal_attention_{decode,merge,prefill}
-    page_moves        page_moves.cu                    -                        zero_pages, bf16_from_f32, f32_from_bf16
+    page_moves        page_moves.cu                    -                        zero_pages, pack_pages, unpack_pages,
+                                                                                bf16_from_f32, f32_from_bf16
 
 Everything else (group size, page order, strides, counts) is a run-time argument, so that one module serves every
 geometry of a profile.  A shape outside the shipped set compiles on demand.

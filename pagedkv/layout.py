@@ -125,7 +125,8 @@ def pool_slabs(pool: PoolConfig, *, blocks: int, rows: int) -> tuple[Slab, ...]:
         )
         for plane in pool.planes
     )
-    table = Slab("block tables", f"{pool.name}.block_table", (rows, blocks), np.dtype(np.int32))
+    # Entries beyond membership are unspecified (C11.1): poison on the cpu device shows who reads them nevertheless.
+    table = Slab("block tables", f"{pool.name}.block_table", (rows, blocks), np.dtype(np.int32), is_scratch=True)
     return (*planes, table)
 
 

@@ -82,9 +82,11 @@ class StoreLedgers:
         Raises:
             StaleHandle: the sequence has ended.
             UnitInFlight: a unit in flight selects it (C12.2).
+            MisuseError: a transfer uses one of its pages (C7.4).
         """
         self.sequences.require_current(sequence)
         self.guard.require_thawed(1 << sequence.row, "finish")
+        self._require_unpinned(sequence, "finish")
         self.sequences.finish(sequence)
 
     def abort(self, sequence: Sequence) -> bool:
@@ -92,8 +94,12 @@ class StoreLedgers:
 
         Returns:
             True when it has ended, False when it ends with the unit.
+
+        Raises:
+            MisuseError: a transfer uses one of its pages (C7.4).
         """
         self.sequences.require_current(sequence)
+        self._require_unpinned(sequence, "abort")
         if self.guard.rows_in_flight >> sequence.row & 1:
             self._aborting[sequence.row] = sequence
             return False
@@ -224,6 +230,10 @@ class StoreLedgers:
             sequence = self._aborting.pop(row, None)
             if sequence is not None:
                 self.sequences.finish(sequence)
+
+    def _require_unpinned(self, sequence: Sequence, operation: str) -> None:
+        for spaces in self.spaces.values():
+            spaces.pool.require_unpinned(spaces.mapped_ids(sequence.row), f"{operation} of row {sequence.row}: release")
 
     def _require_batch(self, batch: Batch) -> None:
         if batch.stamp != self.sequences.stamp:

@@ -3,6 +3,7 @@
     append, append_prefix                     write K and V rows through the codec
     causal_attention, causal_attention_cached append then attend; attend only
     zero_pages                                clear whole page groups
+    pack_pages, unpack_pages                  gather and scatter whole page groups, for transfers
     bf16_from_f32, f32_from_bf16              conversions (NumPy and CuPy have no BF16)
     encode_unrotated                          codec edges, for tests (codecs 6)
 
@@ -30,6 +31,7 @@ from pagedkv.attention_shape import AttentionShape, Route, workspace_bytes
 from pagedkv.devices.protocol import Array, Device, Kernel, Stream
 from pagedkv.errors import MisuseError
 from pagedkv.kernels import attention_module, page_moves_module
+from pagedkv.packed_planes import PackedPlanes
 from pagedkv.planes import PlaneGeometry
 from pagedkv.profiles import Profile, plane_schema, resolve_profile
 from pagedkv.quantities import PAGE_TOKENS, ROW_ALIGN_BYTES, ceil_div
@@ -42,6 +44,7 @@ LANE_DIMS = 16
 LANE_DIMS_BF16 = 8
 MOVE_THREADS = 256
 ZERO_THREADS = 128
+MOVE_PAGES_THREADS = 128
 
 
 class Ops:
@@ -148,9 +151,7 @@ class Ops:
         """
         check_array("the page ids", page_ids, np.int32, (None,), "C14.4")
         for plane, geometry in planes:
-            name = f"plane {geometry.role} of layer {geometry.layer}"
-            check_array(name, plane, geometry.dtype, geometry.shape, "C14.2")
-            check_aligned(name, plane, ROW_ALIGN_BYTES, "C3.10")
+            _check_plane(plane, geometry)
         count = int(page_ids.shape[0])
         if not count:
             return
@@ -160,6 +161,66 @@ class Ops:
             arguments = (plane, page_ids, np.int64(geometry.head_stride_bytes), np.int64(geometry.page_stride_bytes),
                          block_bytes)
             kernel.launch((count, geometry.kv_heads, 1), (ZERO_THREADS, 1, 1), arguments, stream)
+
+    def pack_pages(
+        self, planes: Sequence[tuple[Array, PlaneGeometry]], page_ids: Array, packed: Array, *, stream: Stream
+    ) -> None:
+        """Gather the listed page groups of every plane given, in listed order.  (C14.4, C8.3)
+
+        Launches: one per plane.
+
+        Args:
+            page_ids: (n,) int32 on the device, 0 <= id < N, trusted; n = 0 does nothing.
+            packed: uint8 on the device, at least `PackedPlanes(planes, n).total_bytes`, laid out as that says.
+
+        Raises:
+            MisuseError: a plane that is not of its geometry, page ids of another form, or a packed array that is too
+                small or overlaps another.
+        """
+        self._move_pages("pack_pages", planes, page_ids, packed, stream)
+
+    def unpack_pages(
+        self, planes: Sequence[tuple[Array, PlaneGeometry]], page_ids: Array, packed: Array, *, stream: Stream
+    ) -> None:
+        """Scatter packed page groups to the listed ids in every plane given: the reverse of `pack_pages`.  (C14.4)
+
+        Launches: one per plane.  page_ids are distinct.
+
+        Raises:
+            MisuseError: as `pack_pages`.
+        """
+        self._move_pages("unpack_pages", planes, page_ids, packed, stream)
+
+    def _move_pages(
+        self, kernel: str, planes: Sequence[tuple[Array, PlaneGeometry]], page_ids: Array, packed: Array,
+        stream: Stream,
+    ) -> None:
+        check_array("the page ids", page_ids, np.int32, (None,), "C14.4")
+        check_array("the packed pages", packed, np.uint8, (None,), "C14.4")
+        check_aligned("the packed pages", packed, ROW_ALIGN_BYTES, "C3.10")
+        for plane, geometry in planes:
+            _check_plane(plane, geometry)
+        count = int(page_ids.shape[0])
+        if not count:
+            return
+        layout = PackedPlanes(tuple(geometry for _, geometry in planes), count)
+        if packed.nbytes < layout.total_bytes:
+            raise MisuseError("the packed pages", expected=f"at least {layout.total_bytes} bytes for {count} pages",
+                              got=f"{packed.nbytes} bytes", remedy="size it with PackedPlanes.total_bytes",
+                              clause="C14.4")
+        named = [(f"{geometry.role} {geometry.layer}", plane) for plane, geometry in planes]
+        check_disjoint((("the packed pages", packed), ("the page ids", page_ids), *named), writes={"the packed pages"}
+                       if kernel == "pack_pages" else {name for name, _ in named})
+        launch = self._page_moves()[kernel].launch
+        for (plane, geometry), packed_geometry, offset in zip(planes, layout.planes, layout.offsets_bytes, strict=True):
+            piece = packed[offset : offset + packed_geometry.span_bytes]
+            arguments = (
+                *((piece, plane) if kernel == "pack_pages" else (plane, piece)), page_ids,
+                np.int64(packed_geometry.head_stride_bytes), np.int64(packed_geometry.page_stride_bytes),
+                np.int64(geometry.head_stride_bytes), np.int64(geometry.page_stride_bytes),
+                np.int32(PAGE_TOKENS * geometry.row_bytes),
+            )
+            launch((count, geometry.kv_heads, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
 
     def bf16_from_f32(self, destination: Array, source: Array, *, stream: Stream) -> None:
         """Round float32 to BF16 bits (uint16): RNE; a NaN keeps sign and upper payload and becomes quiet.  (C14.4)
@@ -230,7 +291,8 @@ class Ops:
         kernels = self._kernels.get(("", 0))
         if kernels is None:
             module = self._device.load(page_moves_module())
-            kernels = {name: module.kernel(name) for name in ("zero_pages", "bf16_from_f32", "f32_from_bf16")}
+            names = ("zero_pages", "pack_pages", "unpack_pages", "bf16_from_f32", "f32_from_bf16")
+            kernels = {name: module.kernel(name) for name in names}
             self._kernels["", 0] = kernels
         return kernels
 
@@ -337,6 +399,12 @@ class Ops:
             grid = (ceil_div(count, MOVE_THREADS), 1, 1)
             arguments = (destination, source, np.int64(count))
             self._page_moves()[kernel].launch(grid, (MOVE_THREADS, 1, 1), arguments, stream)
+
+
+def _check_plane(plane: Array, geometry: PlaneGeometry) -> None:
+    name = f"plane {geometry.role} of layer {geometry.layer}"
+    check_array(name, plane, geometry.dtype, geometry.shape, "C14.2")
+    check_aligned(name, plane, ROW_ALIGN_BYTES, "C3.10")
 
 
 def _check_selectors(

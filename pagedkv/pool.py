@@ -16,6 +16,9 @@ reserved and allocated and never change what others can take.  Only `shrink` and
 An id carries a serial while it is bound or leased; a lease handle remembers it, and every release
 and dematerialize renews it, so a handle that outlived its lease is stale (C6.1).
 
+A pin says that a copy reads or writes the page group now: while it is pinned, an id neither leaves
+its lease nor returns to available (C7.4).
+
 A pool knows no profile, no plane, no sequence and no device (C4.3): which holder maps which id is
 the business of `address_space.py`, which alone may call the id-moving methods.
 
@@ -57,6 +60,8 @@ class PagePool:
         self.bound = 0
         self.free_runs = FreeRuns(capacity)
         self.serials = np.zeros(capacity, np.int64)
+        self.pins = np.zeros(capacity, np.int32)
+        self.pins_total = 0
         self._serial_next = 1
 
     @property
@@ -102,6 +107,7 @@ class PagePool:
     def dematerialize(self, ids: Ids) -> None:
         """Turn leases back into bound ids of the same reservation; their handles become stale.  (C6.2)"""
         self._require_at_most("dematerialize", ids.size, self.allocated, "leased pages")
+        self.require_unpinned(ids, "dematerialize")
         self.allocated -= ids.size
         self.bound += ids.size
         self.reserved += ids.size
@@ -122,11 +128,49 @@ class PagePool:
         if np.unique(ids).size != ids.size:
             raise MisuseError(f"release of pages of pool {self.name}", expected="distinct ids", got=ids.tolist(),
                               remedy="list each page once", clause="C6.1")
+        self.require_unpinned(ids, "release")
         self.allocated -= leased
         self.bound -= bound
         self.reserved -= bound
         self.serials[ids] = 0
         self.free_runs.give(ids)
+
+    def pin(self, ids: Ids) -> None:
+        """Hold page groups where they are while a copy uses them; pins add up.  (C7.4)
+
+        Raises:
+            MisuseError: an id is out of range or held by nobody; nothing changed.
+        """
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.capacity or not self.serials[ids].all()):
+            raise MisuseError(f"a pin of pages of pool {self.name}", expected="ids that are bound or leased",
+                              got=ids.tolist(), remedy="reserve and bind a page before a copy uses it", clause="C7.4")
+        np.add.at(self.pins, ids, 1)
+        self.pins_total += ids.size
+
+    def unpin(self, ids: Ids) -> None:
+        """Undo one `pin` of the same ids.
+
+        Raises:
+            MisuseError: an id has fewer pins; nothing changed (S35).
+        """
+        counts = np.bincount(ids, minlength=self.capacity)
+        if ids.size and (counts > self.pins).any():
+            raise MisuseError(f"an unpin of pages of pool {self.name}", expected="pages that are pinned so often",
+                              got=ids.tolist(), remedy="end each transfer once", clause="C7.4")
+        np.subtract.at(self.pins, ids, 1)
+        self.pins_total -= ids.size
+
+    def require_unpinned(self, ids: Ids, operation: str) -> None:
+        """Refuse an operation on a page group that a copy uses.  (C7.4)
+
+        Raises:
+            MisuseError: names the first such page.
+        """
+        if self.pins_total and self.pins[ids].any():
+            page_id = int(ids[np.flatnonzero(self.pins[ids])[0]])
+            raise MisuseError(f"{operation} of page {page_id} of pool {self.name}", expected="a page that no copy uses",
+                              got=f"{int(self.pins[page_id])} pins of transfers",
+                              remedy="wait for the transfer, or abort it", clause="C7.4", page_id=page_id)
 
     def renew(self, ids: Ids | npt.NDArray[np.int64]) -> None:
         """Give ids fresh serials, so that earlier handles of them are stale.  (C6.1)"""

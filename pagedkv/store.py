@@ -73,7 +73,7 @@ class Store:
         self.layout: StoreLayout = build_layout(config)
         self._ledgers = StoreLedgers(config, next(_STORE_IDS))
         self._slabs: dict[str, Array] = {
-            slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype)
+            slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype, name=slab.name)
             for slab in self.layout.slabs
         }
         self.workspace: Array | None = self._slabs.get(ATTENTION_WORKSPACE)

@@ -1,8 +1,9 @@
 """The cpu device: CUDA kernel sources on this machine's cores, for tests and for machines without a GPU.
 
 Every CUDA thread is a fiber; blocks run on a few OS threads; streams and events keep the protocol.  In eager
-mode, the only one so far, an operation runs when it is submitted, so events always have passed.  What CUDA
-forbids under capture is refused here too, so that code that works here works there.
+mode an operation runs when it is submitted, so events always have passed; in deferred mode streams are real queues
+and a seed picks among the legal orders (`cpu_deferred.py`).  What CUDA forbids under capture is refused here too,
+so that code that works here works there.
 
 The device keeps four kinds of evidence a GPU does not: guard pages and canaries around every buffer, poison in
 fresh memory, exact errors for divergent barriers and warp collectives, and thread orders to choose from (a
@@ -10,7 +11,7 @@ data race gives different bits in another order).
 
 Clauses: C12.4 (faults are answers), C14.4 (streams are explicit), C15.1 (addresses are stable).
 
-Read next: `cpu_memory.py`, `cpu_kernels.py`, `cpu_streams.py`, `cpu_graph.py`.
+Read next: `cpu_memory.py`, `cpu_kernels.py`, `cpu_streams.py`, `cpu_graph.py`, `cpu_deferred.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pagedkv.devices.cpu_compiler import (
     find_compiler,
 )
 from pagedkv.devices.cpu_context import CpuContext
+from pagedkv.devices.cpu_deferred import SCHEDULES
 from pagedkv.devices.cpu_graph import CpuGraph
 from pagedkv.devices.cpu_kernels import CpuModule, refuse_load_in_capture
 from pagedkv.devices.cpu_memory import POISON, address_of, host_memory_bytes
@@ -47,6 +49,7 @@ THREADS_DEFAULT_MAX = 16  # every OS thread reserves 128 MiB of address space fo
 THREADS_MAX = 256
 PINNED_ALIGN_BYTES = 64
 CHECKS = ("", "bounds")
+MODES = ("eager", "deferred")
 
 _SCALARS = (int, float, bool, np.generic)
 
@@ -56,7 +59,9 @@ class CpuDevice:
 
     Args:
         order: "ascending", "descending" or "random": order of lanes, warps and blocks.
-        seed: of the random order; every launch draws another one from it.
+        seed: of the random order, and of the schedule; every launch draws another one from it.
+        mode: "eager" runs an operation at its submission, "deferred" when something forces it.
+        schedule: "late", "early" or "random": what a deferred device runs, and in which order, when forced.
         threads: OS threads that run blocks, the caller's included; by default the cores this process may use.
         checks: "bounds" builds modules that trap on misaligned accesses and on indices outside fixed arrays.
         compiler: by default what `find_compiler` finds.
@@ -75,6 +80,8 @@ class CpuDevice:
         *,
         order: str = "ascending",
         seed: int = 0,
+        mode: str = "eager",
+        schedule: str = "late",
         threads: int | None = None,
         checks: str = "",
         compiler: Compiler | None = None,
@@ -87,7 +94,10 @@ class CpuDevice:
         _require(1 <= self.threads <= THREADS_MAX, "threads", f"1 to {THREADS_MAX}", threads)
         _require(order in ORDERS, "order", f"one of {tuple(ORDERS)}", order)
         _require(checks in CHECKS, "checks", f"one of {CHECKS}", checks)
+        _require(mode in MODES, "mode", f"one of {MODES}", mode)
+        _require(schedule in SCHEDULES, "schedule", f"one of {SCHEDULES}", schedule)
         self.checks = checks
+        self.mode = mode
         self.compiler = compiler or find_compiler()
         self._announce = announce
         self._context = CpuContext(
@@ -96,7 +106,9 @@ class CpuDevice:
             order=order,
             seed=seed,
             spin_seconds=spin_seconds,
+            schedule=schedule if mode == "deferred" else None,
         )
+        self._deferred = f", deferred ({schedule}, seed {seed})" if mode == "deferred" else ""
         self._reason = reason
         self._stream_numbers = itertools.count()
         self._modules: dict[ModuleSpec, CpuModule] = {}
@@ -112,6 +124,7 @@ class CpuDevice:
         """One line: which device, and why."""
         plural = "thread" if self.threads == 1 else "threads"
         line = f"cpu device: kernels as fibers on {self.threads} OS {plural}, compiled by {self.compiler.kind}"
+        line += self._deferred
         return f"{line}; {self._reason}" if self._reason else line
 
     @property
@@ -188,7 +201,7 @@ class CpuDevice:
     def stream(self) -> CpuStream:
         """Make a stream."""
         self._context.check_usable()
-        return CpuStream(self._context, self, f"stream {next(self._stream_numbers)}")
+        return CpuStream(self._context, self, next(self._stream_numbers))
 
     def event(self) -> CpuEvent:
         """Make an event."""
@@ -246,6 +259,8 @@ class CpuDevice:
                 remedy="stage it through device.pinned",
                 clause="C15.1",
             )
+        if self._context.queues is not None and owners[1] is None:
+            source = source.copy()  # at submission, as CUDA stages it
         self._context.driver_calls += 1
         if destination.nbytes:
             own.submit(
@@ -253,6 +268,17 @@ class CpuDevice:
                     address_of(destination), address_of(source), destination.nbytes, (destination.view(), source.view())
                 )
             )
+
+    def readable(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Give host memory for reading; see `protocol.Device.readable`.
+
+        Raises:
+            StreamHazard: in deferred mode: an operation writes there, and the host has not waited for it.
+        """
+        if self._context.queues is not None and array.nbytes:
+            start = address_of(array)
+            self._context.queues.require_readable((start, start + array.nbytes))
+        return array
 
     def call(self, stream: Stream, fn: Callable[..., Any], *arguments: Any) -> None:
         """Submit array work written in Python; see `calls.py`.

@@ -12,6 +12,7 @@ import os
 import weakref
 from typing import Any
 
+from pagedkv.devices.cpu_deferred import Queues
 from pagedkv.devices.cpu_execution import Executor
 from pagedkv.devices.cpu_memory import Memory
 from pagedkv.devices.cpu_runtime import ORDERS
@@ -26,11 +27,14 @@ class CpuContext:
     Attributes:
         memory: its buffers.
         executor: runs packed nodes.
+        queues: what waits, in deferred mode; None in eager mode.
         driver_calls: submissions that CUDA would make through its driver, so far.
         capturing_on: label of the stream on which a capture began; empty when none is on.  Written by the device.
     """
 
-    def __init__(self, library: Any, *, threads: int, order: str, seed: int, spin_seconds: float) -> None:
+    def __init__(
+        self, library: Any, *, threads: int, order: str, seed: int, spin_seconds: float, schedule: str | None = None
+    ) -> None:
         self._library = library
         self._handle = library.pk_device_create(threads, ORDERS[order], seed, spin_seconds)
         if not self._handle:
@@ -41,6 +45,9 @@ class CpuContext:
         self._finalizer = weakref.finalize(self, library.pk_device_destroy, self._handle)
         self.memory = Memory(library)
         self.executor = Executor(library, self._handle, self.memory)
+        self.queues = (
+            None if schedule is None else Queues(self.memory, self.executor, schedule=schedule, seed=seed)
+        )
         self.driver_calls = 0
         self.capturing_on = ""
         _contexts.add(self)
@@ -99,6 +106,8 @@ class CpuContext:
         if self._state != "open":
             return False
         self._state = "a closed device"
+        if self.queues is not None:
+            self.queues.clear()
         self.capturing_on = ""
         self._finalizer()
         self.memory.forget_freed()

@@ -10,8 +10,9 @@ Read next: `calls.py`.
 from __future__ import annotations
 
 from pagedkv.devices.cpu_context import CpuContext
-from pagedkv.devices.cpu_operations import CallOperation, NativeOperation, PackedRun
-from pagedkv.devices.cpu_streams import Capture, own_stream
+from pagedkv.devices.cpu_footprints import footprint_of
+from pagedkv.devices.cpu_operations import CallOperation, GraphOperation, NativeOperation, PackedRun
+from pagedkv.devices.cpu_streams import Capture, CpuStream, own_stream
 from pagedkv.devices.protocol import NodeRecord, Stream
 from pagedkv.errors import CaptureRefused
 
@@ -37,16 +38,19 @@ class CpuGraph:
             segments.append(operation)
         if native:
             segments.append(PackedRun(native))
-        self._segments = tuple(segments)
+        self._operation = GraphOperation(
+            f"graph of {len(self.nodes)} nodes", tuple(capture.operations), tuple(segments)
+        )
+        self._footprint = footprint_of(self._operation, context.memory) if context.queues is not None else None
 
     def launch(self, stream: Stream) -> None:
-        """Run all nodes; one driver call.
+        """Run all nodes; one driver call.  In deferred mode they wait, as one operation, until something forces them.
 
         Raises:
             CaptureRefused: the stream is capturing.
             DeviceFault: a kernel failed; later nodes did not run.
         """
-        self._check(stream, "graph.launch")
+        own = self._check(stream, "graph.launch")
         if stream.is_capturing:
             raise CaptureRefused(
                 "graph.launch",
@@ -56,16 +60,14 @@ class CpuGraph:
                 clause="C15.1",
             )
         self._context.driver_calls += 1
-        executor = self._context.executor
-        for segment in self._segments:
-            segment.run(executor)
+        own.submit(self._operation, self._footprint)
 
     def upload(self, stream: Stream) -> None:
         """Do nothing but count: a graph of this device is where it runs."""
         self._check(stream, "graph.upload")
         self._context.driver_calls += 1
 
-    def _check(self, stream: Stream, what: str) -> None:
+    def _check(self, stream: Stream, what: str) -> CpuStream:
         self._context.check_usable()
         self._context.raise_violations()
-        own_stream(self._context, stream, what)
+        return own_stream(self._context, stream, what)

@@ -97,7 +97,7 @@ class CpuKernel:
         Raises:
             MisuseError: extents, argument count, kind or size, an array that is not this device's or not
                 C-contiguous, or a stream of another device.  Nothing ran.
-            DeviceFault: the kernel failed.
+            DeviceFault: the kernel failed (in deferred mode, whoever forces it is told).
         """
         context = self._context
         context.check_usable()
@@ -136,6 +136,7 @@ class CpuKernel:
             self._pack(*values),
             tuple(keep),
             tuple(self._pinned_slice(item) for item in reads) if reads else (),
+            self._is_read_only,
             self,
         )
         context.driver_calls += 1

@@ -1,7 +1,7 @@
 """Memory of the cpu device: guarded mappings behind NumPy arrays.
 
-    [ guard page | canary ... | data | canary | guard 64 KiB ]
-                              ^ start, aligned to align_bytes
+    [ guard 64 KiB | canary ... | data | canary | guard 64 KiB ]
+                                ^ start, aligned to align_bytes
 
 The data ends at the rear guard to within `align_bytes`; a kernel that runs past it faults at once, and what it
 writes into the slack is found by the canary.  An array keeps its mapping alive through `base`, so views do
@@ -208,6 +208,18 @@ class Memory:
             self.pinned_bytes += byte_count
         else:
             self.allocated_bytes += byte_count
+
+    def name_of(self, address: int) -> str:
+        """Name what lies at an address: a buffer and the byte within it, or host memory that is none of ours."""
+        return self.describe(address).removeprefix("inside ") or "pageable host memory"
+
+    def buffer_of(self, address: int) -> str:
+        """Give the label of the buffer that holds an address, or say that it is host memory that is none of ours."""
+        with self._lock:
+            for label, buffer in self._live.values():
+                if buffer.start <= address < buffer.start + buffer.bytes:
+                    return label
+        return "pageable host memory"
 
     def _overwritten(self, buffer: Buffer) -> int | None:
         offset = ctypes.c_int64()

@@ -2,7 +2,8 @@
 
 An operation is packed when it is submitted: kernel arguments as bytes, arrays as views of its own over the same
 memory.  So whatever the caller does to its Python objects later, the operation is the same; only memory
-contents are read when it runs.  In eager mode it runs at submission, in a capture it becomes a node.
+contents are read when it runs.  In eager mode it runs at submission, in deferred mode when something forces it,
+in a capture it becomes a node.
 
 Read next: `cpu_streams.py`.
 """
@@ -37,6 +38,7 @@ class KernelOperation(NamedTuple):
         slots: 8 bytes per argument.
         keep: arrays whose memory the launch uses.
         reads: (address, bytes) of the pinned slices it declared.
+        is_read_only: per parameter, is it a pointer to const?
         kernel: what owns the code and the name; held, not used.
     """
 
@@ -49,6 +51,7 @@ class KernelOperation(NamedTuple):
     slots: bytes
     keep: tuple[npt.NDArray[Any], ...]
     reads: tuple[tuple[int, int], ...]
+    is_read_only: tuple[bool, ...]
     kernel: object
 
     def packed(self, slots_address: int) -> bytes:
@@ -134,3 +137,19 @@ class PackedRun:
     def run(self, executor: Executor) -> None:
         """Run them in order, or raise DeviceFault."""
         executor.run_many(self._packed, len(self._operations))
+
+
+class GraphOperation(NamedTuple):
+    """One launch of a graph: its nodes in order, and the segments that run them."""
+
+    name: str
+    operations: tuple[NodeOperation, ...]
+    segments: tuple[PackedRun | CallOperation, ...]
+
+    def run(self, executor: Executor) -> None:
+        """Run all nodes in order, or raise DeviceFault."""
+        for segment in self.segments:
+            segment.run(executor)
+
+
+Operation = NodeOperation | GraphOperation

@@ -1,7 +1,8 @@
 """Streams and events of the cpu device, and the capture that joins them.
 
-Every submission is an operation handed to `CpuStream.submit`.  In eager mode it runs there and then.  While
-a capture is on, a stream that takes part in it records instead:
+Every submission is an operation handed to `CpuStream.submit`.  In eager mode it runs there and then, in deferred
+mode it is queued with the stream's clock (`cpu_deferred.py`).  While a capture is on, a stream that takes part in
+it records instead:
 
     origin stream      begin ──k1──record(e)──────────wait(f)──k3── end
                                       │                  │
@@ -16,7 +17,10 @@ Read next: `cpu_graph.py`.
 from __future__ import annotations
 
 from pagedkv.devices.cpu_context import CpuContext
-from pagedkv.devices.cpu_operations import NodeOperation
+from pagedkv.devices.cpu_deferred import joined
+from pagedkv.devices.cpu_footprints import Footprint
+from pagedkv.devices.cpu_operations import GraphOperation, NodeOperation, Operation
+from pagedkv.devices.cpu_races import Clock
 from pagedkv.devices.protocol import Device, Event, Stream
 from pagedkv.errors import CaptureRefused, MisuseError
 
@@ -70,15 +74,23 @@ class CpuEvent:
         # Set when recorded on a capturing stream: the capture, and the nodes the event stands for.
         self.capture: Capture | None = None
         self.nodes: frozenset[int] = frozenset()
+        # In deferred mode: what lies before the recorded point, and how often it was asked about.
+        self.clock: Clock = {}
+        self.asked = 0
 
     def synchronize(self) -> None:
         """Wait until the recorded point has passed."""
         self._look("event.synchronize")
+        if self.context.queues is not None:
+            self.context.queues.finish(self.clock)
 
     def query(self) -> bool:
         """Has the recorded point passed?  In eager mode it always has."""
         self._look("event.query")
-        return True
+        if self.context.queues is None:
+            return True
+        self.asked += 1
+        return self.context.queues.query(self.clock, self.asked - 1)
 
     def _look(self, what: str) -> None:
         self.context.check_usable()
@@ -91,10 +103,14 @@ class CpuEvent:
 class CpuStream:
     """A queue of operations; in eager mode it is always empty.  Made by `CpuDevice.stream`."""
 
-    def __init__(self, context: CpuContext, device: Device, label: str) -> None:
+    def __init__(self, context: CpuContext, device: Device, number: int) -> None:
         self.context = context
         self._device = device
-        self.label = label
+        self.number = number
+        self.label = f"stream {number}"
+        self.clock: Clock = {}  # in deferred mode: what lies before the next operation
+        if context.queues is not None:
+            context.queues.add_stream()
         self.capture: Capture | None = None
         self.tail: set[int] = set()  # nodes that the next recorded operation depends on
 
@@ -111,18 +127,26 @@ class CpuStream:
         """Are submissions recorded instead of run?"""
         return self.capture is not None
 
-    def submit(self, operation: NodeOperation) -> None:
-        """Run or record one operation."""
-        if self.capture is None:
+    def submit(self, operation: Operation, footprint: Footprint | None = None) -> None:
+        """Run, queue or record one operation; `footprint` when it is known already."""
+        queues = self.context.queues
+        if self.capture is not None:
+            assert not isinstance(operation, GraphOperation), "graphs do not nest"
+            self.tail = {self.capture.add(operation, self.tail)}
+        elif queues is None:
             operation.run(self.context.executor)
         else:
-            self.tail = {self.capture.add(operation, self.tail)}
+            self.clock = queues.submit(
+                operation, stream=self.number, stream_label=self.label, after=self.clock, footprint=footprint
+            )
 
     def synchronize(self) -> None:
         """Wait until everything submitted has run."""
         self.context.check_usable()
         self.context.refuse_in_capture("stream.synchronize")
         self.context.driver_calls += 1
+        if self.context.queues is not None:
+            self.context.queues.finish(self.clock)
         self.context.raise_violations()
 
     def record(self, event: Event) -> None:
@@ -132,6 +156,7 @@ class CpuStream:
         self.context.driver_calls += 1
         own.capture = self.capture
         own.nodes = frozenset(self.tail) if self.capture else frozenset()
+        own.clock, own.asked = self.clock, 0
 
     def wait(self, event: Event) -> None:
         """Let later submissions run only after what `event` stands for; may join this stream to a capture."""
@@ -147,6 +172,7 @@ class CpuStream:
                     clause="C15.1",
                 )
             self.context.driver_calls += 1
+            self.clock = joined(self.clock, own.clock)
             return
         if not own.capture.is_open or (self.capture is not None and self.capture is not own.capture):
             raise _captured_event("stream.wait")

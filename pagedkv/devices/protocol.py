@@ -189,13 +189,17 @@ class Device(Protocol):
     def driver_calls(self) -> int:
         """Launches, copies, calls, records, waits, queries, synchronizations and graph launches so far."""
 
-    def empty(self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256) -> Array:
-        """Allocate device memory; its content is poison on `cpu`."""
+    def empty(
+        self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None
+    ) -> Array:
+        """Allocate device memory; its content is poison on `cpu`.  `name` is for messages."""
 
-    def zeros(self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256) -> Array:
-        """Allocate device memory of zero bytes."""
+    def zeros(
+        self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None
+    ) -> Array:
+        """Allocate device memory of zero bytes; `name` is for messages."""
 
-    def pinned(self, shape: Shape, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    def pinned(self, shape: Shape, dtype: npt.DTypeLike, *, name: str | None = None) -> npt.NDArray[Any]:
         """Allocate host memory that kernels and asynchronous copies may use; its address never changes."""
 
     def stream(self) -> Stream:
@@ -209,6 +213,13 @@ class Device(Protocol):
 
     def copy(self, destination: Array, source: Array, stream: Stream) -> None:
         """Submit a copy of equal dtype and byte count between C-contiguous arrays, either side host or device."""
+
+    def readable(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Give a host array to read that an operation writes; the caller has waited for that operation.
+
+        No driver call, and on a GPU no check either; the cpu device in deferred mode refuses a read that comes
+        before the wait.
+        """
 
     def call(self, stream: Stream, fn: Callable[..., Any], *arguments: Any) -> None:
         """Submit array work written in Python; what it may be: `calls.py`."""
