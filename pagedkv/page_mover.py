@@ -85,6 +85,7 @@ class _Lane:
 
     def __init__(self, device: Device, name: str, *, slots: int, ids_max: int, staging_bytes: int) -> None:
         self.stream = device.stream()
+        self.before = device.event()  # recorded anew by each transfer: a wait holds what was recorded at its call
         self.staging = device.empty((staging_bytes,), np.uint8, name=f"{name} staging")
         self.slots = [_Slot(device, f"{name} slot {number}", ids_max) for number in range(slots)]
 
@@ -155,7 +156,7 @@ class PageMover:
             self.counters.refused += 1
             return None
         chosen = self._route(direction, pool, runs, route)
-        before, ticket = self._device.event(), Ticket(self._device.event())
+        before, ticket = lane.before, Ticket(self._device.event())
         self._users.record(before)
         lane.stream.wait(before)
         slot.last = ticket.done

@@ -91,6 +91,11 @@ class TransferEngine:
             self.mover.wait(self._in_flight[transfer.number][1])
             self._complete(transfer)
 
+    def drain(self) -> None:
+        """Block until no copy is in flight: before the planes or the extents go away."""
+        for transfer, _, _ in list(self._in_flight.values()):
+            self.wait(transfer)
+
     def order_before(self, transfer: Transfer, stream: Stream) -> None:
         """Let what `stream` is given next run after the copies, without the host waiting for them."""
         if transfer.number in self._in_flight:

@@ -4,16 +4,21 @@ Randomness comes from one seed: printed in the header and again beside each fail
 (or `--seed random`).  Each test draws from its own generator, made of the seed and the test's name, so a
 test sees the same numbers alone, in another order, or on another worker.
 
+Tests marked `deferred` run on the cpu device as it is and, three seeds each, on one that defers work (design 4);
+the long run adds seeds up to 50.  `--device-mode deferred --device-seeds N` runs every test so.
+
 Read next: `test_layers.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before NumPy loads: with two threads its matrix products collapse when workers share the cores (65 ms became
 # 1 to 2 s), and one thread's bits differ from two threads', so every run of the tests uses one.
@@ -23,12 +28,19 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
+from pagedkv import devices
+from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu_deferred import SCHEDULES
 
 SEED_DEFAULT = 20_480
+DEFERRED_SEEDS = 3
+DEFERRED_SEEDS_LONG = 50
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device-mode", default="", choices=("", "eager", "deferred"), help="one mode for every test")
+    parser.addoption("--device-seeds", type=int, default=3, help="seeds of the deferred mode (%(default)s)")
     parser.addoption("--seed", default=str(SEED_DEFAULT), help="an integer, or 'random' (%(default)s)")
 
 
@@ -52,6 +64,45 @@ def pytest_runtest_makereport(
     return report
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mode, seeds = metafunc.config.option.device_mode, metafunc.config.option.device_seeds
+    is_marked = any(mark.name == "deferred" for mark in metafunc.definition.iter_markers())
+    if mode == "deferred":
+        modes = [pytest.param(number, id=f"deferred{number}") for number in range(seeds)]
+    elif is_marked and not mode:
+        modes = [pytest.param(None, id="eager")]
+        modes += [pytest.param(number, id=f"deferred{number}") for number in range(DEFERRED_SEEDS)]
+        modes += [
+            pytest.param(number, id=f"deferred{number}", marks=pytest.mark.long)
+            for number in range(DEFERRED_SEEDS, DEFERRED_SEEDS_LONG)
+        ]
+    else:
+        return
+    metafunc.parametrize("device_mode", modes, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Only the cpu device has a deferred mode: the streams of another one are real.
+    parameters = {item: item.callspec.params for item in items if hasattr(item, "callspec")}
+    elsewhere = [
+        item for item, values in parameters.items()
+        if values.get("device_mode") is not None and values.get("device", "cpu") != "cpu"
+    ]  # fmt: skip
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in set(elsewhere)]
+
+
+@pytest.fixture(autouse=True)
+def device_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The deferred seed of every cpu device that the test opens by name; None for eager ones."""
+    number: int | None = getattr(request, "param", None)
+    if number is not None:
+        options: dict[str, Any] = {"mode": "deferred", "schedule": SCHEDULES[number % 3], "seed": number}
+        monkeypatch.setattr(devices, "CpuDevice", functools.partial(CpuDevice, **options))
+    return number
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """The run's seed, for code that takes one."""
@@ -65,7 +116,7 @@ def rng(request: pytest.FixtureRequest, seed: int) -> np.random.Generator:
 
 
 @pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> Iterator[pk.Device]:
+def device(request: pytest.FixtureRequest, device_mode: int | None) -> Iterator[pk.Device]:
     """Each device in turn; skipped only where the machine has no such device."""
     try:
         opened = pk.open_device(request.param)

@@ -23,6 +23,8 @@ from pagedkv.devices.cpu_operations import CallOperation, CopyOperation, KernelO
 Span = tuple[int, int]
 """Addresses [start, end)."""
 
+WORD_BYTES = 4
+
 
 class Footprint(NamedTuple):
     """Spans of one operation.
@@ -135,12 +137,16 @@ def write_bytes(address: int, data: bytes) -> None:
 
 
 def differences(start: int, before: bytes, after: bytes) -> list[Span]:
-    """Give the spans in which two images of the memory from `start` on differ."""
+    """Give the spans in which two images of the memory from `start` on differ.
+
+    Changes less than a word apart are one span: a written element often keeps some of its bytes.
+    """
     if before == after:
         return []
-    changed = np.frombuffer(before, np.uint8) != np.frombuffer(after, np.uint8)
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], changed, [False])).astype(np.int8)))
-    return [(start + int(first), start + int(last)) for first, last in edges.reshape(-1, 2)]
+    places = np.flatnonzero(np.frombuffer(before, np.uint8) != np.frombuffer(after, np.uint8))
+    gaps = np.flatnonzero(np.diff(places) > WORD_BYTES)
+    firsts, lasts = places[np.concatenate(([0], gaps + 1))], places[np.concatenate((gaps, [-1]))]
+    return [(start + first, start + last + 1) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
 
 
 def _bounds(array: npt.NDArray[np.generic]) -> Span:

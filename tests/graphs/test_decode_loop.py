@@ -61,6 +61,7 @@ def test_a_batch_says_what_each_row_says_alone(profile: str) -> None:
     assert together == alone
 
 
+@pytest.mark.deferred
 def test_replay_says_what_eager_says() -> None:
     """C15.3: one captured graph serves every content; eager is the same work."""
     prompts = [prompt(60, 1), prompt(127, 2)]
@@ -68,6 +69,7 @@ def test_replay_says_what_eager_says() -> None:
         assert generate(store, prompts, 8) == generate(store, prompts, 8, use_graphs=False)
 
 
+@pytest.mark.deferred
 def test_shuffled_page_ids_change_nothing() -> None:
     """C3.6, S2: results do not depend on where pages lie."""
     prompts = [prompt(200, 3), prompt(65, 4)]
@@ -102,6 +104,7 @@ def test_the_model_is_called_twice_a_shape_and_never_by_a_replay() -> None:
         assert sum(loop.graphs.replays().values()) == 20
 
 
+@pytest.mark.deferred
 def test_every_decode_step_is_one_replay_and_two_calls_between_crossings() -> None:
     """C9.4, C11.2: a step that crosses no page is the graph launch and the wait."""
     with opened(concurrency=1) as store:
@@ -114,6 +117,7 @@ def test_every_decode_step_is_one_replay_and_two_calls_between_crossings() -> No
         assert loop.statistics.driver_calls_per_step == 2.0
 
 
+@pytest.mark.deferred
 def test_padding_rows_of_a_captured_batch_touch_nothing() -> None:
     """S10, S16, S62: 3 live rows in a graph of B = 4 after 4 live rows; other pages keep their bytes."""
     prompts = [prompt(30 + 40 * row, row) for row in range(4)]
@@ -138,6 +142,7 @@ def test_padding_rows_of_a_captured_batch_touch_nothing() -> None:
         assert np.array_equal(planes[others], before)
 
 
+@pytest.mark.deferred
 def test_decode_ends_at_stop_tokens_and_delivers_them() -> None:
     """The loop owns stop tokens; the row leaves the batch, others go on."""
     ids = [prompt(20, 1), prompt(40, 2)]
@@ -158,6 +163,7 @@ def test_decode_ends_at_stop_tokens_and_delivers_them() -> None:
         assert len(texts[sequences[1]]) == 12 or texts[sequences[1]][-1] == stop
 
 
+@pytest.mark.deferred
 def test_max_context_is_reached_exactly() -> None:
     """S4, S75: a sequence runs to S - 1 cached tokens and no further; nothing is written past the row."""
     config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=100, max_concurrency=1,
@@ -188,6 +194,7 @@ def test_prefill_refuses_what_was_not_activated_and_changes_nothing() -> None:
             loop.step([sequence])
 
 
+@pytest.mark.deferred
 def test_a_failing_model_thaws_its_rows() -> None:
     """C9.5: a unit that raised commits nothing and leaves the store usable."""
     with opened(concurrency=1) as store:
