@@ -17,6 +17,7 @@ from pagedkv.config import KVGeometry
 from pagedkv.devices.protocol import Array, Device
 from pagedkv.errors import ConfigError, MisuseError
 from pagedkv.ops import Ops
+from pagedkv.packed_planes import PackedPlanes
 from pagedkv.planes import PageOrder
 from pagedkv.profiles import PROFILES
 from pagedkv.views import PagedKVBatchLayerView
@@ -370,7 +371,8 @@ def test_scores_far_below_zero_keep_their_softmax(device: Device, rng: np.random
 def test_pages_behind_4_gib_are_addressed(device: Device, order: PageOrder) -> None:
     """S72: the scale plane alone exceeds 2^32 bytes and 2^31 elements; the last pages give what pages 0 to 2 give.
 
-    Append, attention and zero_pages.  The planes are mapped, not filled: 76 GB of addresses, a few pages of memory.
+    Append, attention, pack, unpack and zero_pages.  The planes are mapped, not filled: 76 GB of addresses, of which a
+    few pages have memory.
     """
     if device.name != "cpu":
         pytest.skip("only the cpu device maps memory that nobody touches for nothing")
@@ -390,6 +392,14 @@ def test_pages_behind_4_gib_are_addressed(device: Device, order: PageOrder) -> N
         outs.append(cache.attend(q[:, -4:].copy(), [146], [0], route="decode")[0])
         at = (ids,) if order == "page-major" else (slice(None), ids)
         contents = [array[at].copy() for array in planes_of(cache)]
+        listed = list(zip(planes_of(cache), cache.geometries, strict=True))
+        packed = device.zeros((PackedPlanes(cache.geometries, 3).total_bytes,), np.uint8)
+        cache.ops.pack_pages(listed, cache.ints(ids), packed, stream=cache.stream)
+        outs.append(cache.get(packed))
+        cache.ops.zero_pages(listed, cache.ints(ids), stream=cache.stream)
+        cache.ops.unpack_pages(listed, cache.ints(ids), packed, stream=cache.stream)
+        for array, content in zip(planes_of(cache), contents, strict=True):
+            np.testing.assert_array_equal(array[at], content)
         cache.ops.zero_pages(list(zip(planes_of(cache), cache.geometries, strict=True)), cache.ints(ids[:2]),
                              stream=cache.stream)  # fmt: skip
         contents += [array[at].copy() for array in planes_of(cache)]

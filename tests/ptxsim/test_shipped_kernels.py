@@ -18,6 +18,7 @@ import pytest
 from pagedkv.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.devices.cpu import CpuDevice
 from pagedkv.kernels import SHIPPED_HEAD_DIMS_BF16, attention_module, shipped_modules
+from pagedkv.packed_planes import PackedPlanes
 from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
@@ -62,7 +63,7 @@ def test_both_executions_give_the_same_bits(
 
 
 def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevice) -> None:
-    """C14.4: zero_pages and both conversions; NaN payloads, ties and subnormals."""
+    """C14.4: zero_pages, pack_pages, unpack_pages and both conversions; NaN payloads, ties and subnormals."""
     rng = np.random.default_rng(3)
     floats = rng.integers(0, 1 << 32, 1000, dtype=np.uint64).astype(np.uint32).view(np.float32)
     halves = np.arange(0, 1 << 16, 61, dtype=np.uint16)
@@ -75,10 +76,18 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
         rounded, promoted = cache.put(np.zeros(1000, np.uint16)), cache.put(np.zeros(halves.size, np.uint32))
         cache.ops.bf16_from_f32(rounded, cache.put(floats), stream=cache.stream)
         cache.ops.f32_from_bf16(promoted.view(np.float32), cache.put(halves), stream=cache.stream)
-        results.append({**cache.host_planes(), "rounded": cache.get(rounded), "promoted": cache.get(promoted)})
+        packed: Results = {}
+        for plane, geometry in zip(planes, cache.geometries, strict=True):  # one by one: the emulator knows no slices
+            pages = cache.put(np.zeros(PackedPlanes((geometry,), 2).total_bytes, np.uint8))
+            cache.ops.pack_pages([(plane, geometry)], cache.ints([3, 7]), pages, stream=cache.stream)
+            cache.ops.unpack_pages([(plane, geometry)], cache.ints([1, 0]), pages, stream=cache.stream)
+            packed[f"packed {geometry.role}"] = cache.get(pages)
+        converted = {"rounded": cache.get(rounded), "promoted": cache.get(promoted)}
+        results.append({**cache.host_planes(), **packed, **converted})
 
     assert_same_bits(results[0], results[1])
-    assert {"zero_pages", "bf16_from_f32", "f32_from_bf16"} == {launch.kernel for launch in simulated.launches}
+    kernels = {"zero_pages", "pack_pages", "unpack_pages", "bf16_from_f32", "f32_from_bf16"}
+    assert kernels == {launch.kernel for launch in simulated.launches}
 
 
 def test_every_shipped_module_is_executed() -> None:
