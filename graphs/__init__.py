@@ -1,4 +1,7 @@
-"""Graphs: units of work captured once per shape and replayed between scheduling decisions.  (C15)"""
+"""Graphs: units of work captured once per shape and replayed between scheduling decisions.  (C15)
+
+Read next: `key.py`, then `decode_loop.py`.
+"""
 
 from __future__ import annotations
 

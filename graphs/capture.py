@@ -28,10 +28,14 @@ class CapturedUnit:
         self._store = store
         self._model = model
         self.graph: pk.Graph | None = None
-        self.unit.enqueue(model)
-        store.stream.synchronize()
-        if use_graph:
-            self.graph = self._capture()
+        try:
+            self.unit.enqueue(model)
+            store.stream.synchronize()
+            if use_graph:
+                self.graph = self._capture()
+        except pk.DeviceFault as fault:
+            store.latch(fault)
+            raise
 
     def run(self) -> None:
         """Run the unit on what its control buffers hold now; asynchronous."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import nvtx
 
 import pagedkv as pk
@@ -38,7 +39,8 @@ PREFILL_CHUNK = 128
 class LoopStatistics:
     """What a loop did; counters only grow.
 
-    `decode_driver_calls` counts every device call between two steps' ends, publication included.
+    `decode_driver_calls` counts the device calls of decode steps: publication, replay and wait.  What captures a new
+    shape, and what the caller does between two steps, is not counted.
     """
 
     decode_steps: int = 0
@@ -74,11 +76,22 @@ class DecodeLoop:
         prefill_chunk: most tokens of one prefill unit, 16 to the store's `prefill_columns_max`; None is 128, or that
             if less.
         use_graphs: False enqueues every unit eagerly; results are the same, bit for bit (C14.6).
+
+    Attributes:
+        graphs: the captured units, with their replays.
+        statistics: what was done so far; written by the loop alone.
+
+    Raises:
+        ConfigError: `prefill_chunk` is out of range.
     """
 
     def __init__(
         self, store: pk.Store, model: Model, *, prefill_chunk: int | None = None, use_graphs: bool = True
     ) -> None:
+        if not isinstance(store, pk.Store) or not callable(getattr(model, "enqueue", None)):
+            raise pk.MisuseError("a decode loop", expected="an open Store, and a model with enqueue(unit)",
+                                 got=f"{type(store).__name__} and {type(model).__name__}",
+                                 remedy="pass what open_store returned and a Model", clause="C15")
         planned = store.config.prefill_columns_max
         if prefill_chunk is None:
             prefill_chunk = min(PREFILL_CHUNK, planned)
@@ -98,30 +111,29 @@ class DecodeLoop:
 
         Args:
             sequence: active; its committed frontier is where the prompt goes.
-            prompt_ids: token ids; at least one, and within the activated budget.
+            prompt_ids: token ids; at least one, and within the activated budget.  What they leave of it is for output,
+                also where that is more than `output_tokens` of the activation.
 
         Raises:
-            MisuseError: no token, or more than the budget holds; nothing was written.
+            MisuseError: no token, more than the budget holds, or ids that are no int32 of 0 or more.
+
+        Whatever is raised, by the model too, the committed frontier is where it was.
         """
-        ids = np.asarray(list(prompt_ids))
+        ids = _token_ids("a prompt", prompt_ids)
         start = self.store.committed_tokens(sequence)
         budget = self.store.budget_tokens(sequence)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 1 <= ids.size <= budget - start:
+        if not 1 <= ids.size <= budget - start:
             raise pk.MisuseError(
                 f"a prompt of {ids.size} tokens for {sequence}",
-                expected=f"1 to {budget - start} integer token ids (activated for {budget}, {start} written)",
-                got=f"shape {ids.shape}, dtype {ids.dtype}", remedy="activate with the prompt's length", clause="C9.2",
+                expected=f"1 to {budget - start} token ids (activated for {budget}, {start} written)",
+                got=f"{ids.size}", remedy="activate with the prompt's length", clause="C9.2",
             )
         batch = self.store.batch([sequence])
-        sampled = 0
-        for first in range(0, ids.size, self.prefill_chunk):
-            chunk = ids[first : first + self.prefill_chunk]
-            width = prefill_width(chunk.size, chunk=self.prefill_chunk)
-            key = key_for(self.store.config, unit="prefill", route="prefill", batch=1, width=width)
-            tokens = np.zeros((1, width), np.int32)
-            tokens[0, : chunk.size] = chunk
-            with nvtx.annotate("pagedkv.prefill", domain="pagedkv"):
-                sampled = int(self._run(self.graphs.unit(key), batch, chunk.size, tokens)[0, chunk.size - 1])
+        try:
+            sampled = self._prefill_chunks(batch, ids)
+        except BaseException:
+            self._take_back(batch, [start])
+            raise
         self.statistics.prefilled_tokens += ids.size
         left = budget - start - ids.size
         progress = _Progress(tokens_left=left, last_token=sampled)
@@ -139,11 +151,17 @@ class DecodeLoop:
         Returns:
             New tokens of each sequence that got any, the first one of its prefill included.  A stop
             token is delivered, and ends its sequence; so does the activated budget.
+
+        Raises:
+            MisuseError: a sequence that this loop has not prefilled, one named twice, stop tokens that are no ids, or
+                a model that sampled a negative id; nothing was delivered, and no frontier moved.
+            StaleHandle: a sequence that was finished and not forgotten.
         """
-        stops = frozenset(stop_tokens)
-        named = list(sequences)
-        for sequence in named:
-            self._stop_at_pending(self._progress_of(sequence), stops)
+        return self._step(self._named(sequences), _stop_ids(stop_tokens))
+
+    def _step(self, named: tuple[pk.Sequence, ...], stops: frozenset[int]) -> dict[pk.Sequence, list[int]]:
+        for progress in [self._progress_of(sequence) for sequence in named]:
+            self._stop_at_pending(progress, stops)
         running = tuple(sequence for sequence in named if self._progress[sequence].reason is None)
         if running:
             self._decode(running, stops)
@@ -159,16 +177,25 @@ class DecodeLoop:
     def decode(
         self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
     ) -> Iterator[dict[pk.Sequence, list[int]]]:
-        """Step until every sequence has ended; yields {sequence: new tokens} after each step."""
-        named, stops = tuple(sequences), frozenset(stop_tokens)
-        while True:
-            tokens = self.step(named, stop_tokens=stops)
-            if not tokens:
-                return
+        """Step until every sequence has ended; yields {sequence: new tokens} after each step.
+
+        Raises:
+            MisuseError, StaleHandle: as `step`; what is wrong with the arguments is said at once.
+        """
+        return self._decode_all(self._named(sequences), _stop_ids(stop_tokens))
+
+    def _decode_all(
+        self, named: tuple[pk.Sequence, ...], stops: frozenset[int]
+    ) -> Iterator[dict[pk.Sequence, list[int]]]:
+        while tokens := self._step(named, stops):
             yield tokens
 
     def finish_reason(self, sequence: pk.Sequence) -> FinishReason | None:
-        """Return why the sequence ended: "stop", "length", or None while it runs."""
+        """Return why the sequence ended: "stop", "length", or None while it runs.
+
+        Raises:
+            MisuseError: a sequence that this loop has not prefilled.
+        """
         return self._progress_of(sequence).reason
 
     def forget(self, sequence: pk.Sequence) -> None:
@@ -187,7 +214,7 @@ class DecodeLoop:
         tokens = np.array([[self._progress[sequence].last_token] for sequence in running], np.int32)
         with nvtx.annotate("pagedkv.decode", domain="pagedkv"):
             sampled = self._run(captured, self._batch, 1, tokens)
-        for sequence, token in zip(running, sampled[:, 0].tolist(), strict=True):
+        for sequence, token in zip(running, sampled.tolist(), strict=True):
             self._deliver(self._progress[sequence], token, stops)
         self.statistics.decode_steps += 1
         self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
@@ -195,19 +222,57 @@ class DecodeLoop:
     def _run(
         self, captured: CapturedUnit, batch: pk.Batch, columns: int, tokens: np.ndarray
     ) -> np.ndarray:
-        """Run one unit over a batch: map, publish, select, replay, wait, commit; returns next_tokens (b, W)."""
+        """Run one unit over a batch: map, publish, select, replay, wait, commit.
+
+        Returns:
+            (b,) int32: the token sampled after the last live column of each entry.
+        """
         unit = self.store.begin_unit(batch, columns, name=captured.unit.key.unit)
+        first_positions = unit.first_positions["main"]
         try:
             captured.unit.control.write(batch.rows, unit.first_positions["main"], unit.columns["main"], tokens)
             captured.run()
             self.store.wait(unit)
+            sampled = _sampled(captured, len(batch), columns)
+            self.store.commit(unit)
         except BaseException:
-            if self.store.evidence is None:
+            if self.store.evidence is None and unit.is_open:
                 self.store.fail(unit)
+            self._take_back(batch, first_positions.tolist())
             raise
-        sampled = captured.unit.control.read_next_tokens(len(batch))
-        self.store.commit(unit)
         return sampled
+
+    def _prefill_chunks(self, batch: pk.Batch, ids: npt.NDArray[np.int32]) -> int:
+        """Write a prompt chunk by chunk; returns the token sampled after its last one."""
+        sampled = 0
+        for first in range(0, ids.size, self.prefill_chunk):
+            chunk = ids[first : first + self.prefill_chunk]
+            width = prefill_width(chunk.size, chunk=self.prefill_chunk)
+            key = key_for(self.store.config, unit="prefill", route="prefill", batch=1, width=width)
+            tokens = np.zeros((1, width), np.int32)
+            tokens[0, : chunk.size] = chunk
+            with nvtx.annotate("pagedkv.prefill", domain="pagedkv"):
+                sampled = int(self._run(self.graphs.unit(key), batch, chunk.size, tokens)[0])
+        return sampled
+
+    def _take_back(self, batch: pk.Batch, frontiers: list[int]) -> None:
+        """Set committed frontiers back after a failure, so that the same call may be made again.  (C9.10)"""
+        if self.store.evidence is None:
+            for sequence, frontier in zip(batch.sequences, frontiers, strict=True):
+                if self.store.committed_tokens(sequence) > frontier:
+                    self.store.truncate(sequence, frontier)
+
+    def _named(self, sequences: Iterable[pk.Sequence]) -> tuple[pk.Sequence, ...]:
+        """Return sequences, each prefilled here and named once."""
+        named = tuple(sequences) if isinstance(sequences, Iterable) else ()
+        if not isinstance(sequences, Iterable) or not all(isinstance(sequence, pk.Sequence) for sequence in named) or (
+            len(set(named)) != len(named)
+        ):
+            raise pk.MisuseError("a step", expected="sequences, each once", got=repr(sequences),
+                                 remedy="pass a list of handles, of one sequence too", clause="C11.3")
+        for sequence in named:
+            self._progress_of(sequence)
+        return named
 
     def _deliver(self, progress: _Progress, token: int, stops: frozenset[int]) -> None:
         progress.undelivered.append(token)
@@ -222,8 +287,43 @@ class DecodeLoop:
             progress.reason = "length"
 
     def _progress_of(self, sequence: pk.Sequence) -> _Progress:
-        progress = self._progress.get(sequence)
+        progress = self._progress.get(sequence) if isinstance(sequence, pk.Sequence) else None
         if progress is None:
             raise pk.MisuseError(f"decoding {sequence}", expected="a sequence this loop has prefilled", got="another",
                                  remedy="call prefill first", clause="C9.4")
         return progress
+
+
+def _token_ids(what: str, ids: Iterable[int]) -> npt.NDArray[np.int32]:
+    """Return token ids as int32; nothing is converted that is not an id already.
+
+    Raises:
+        MisuseError: no iterable of integers, or an id below 0 or beyond int32.
+    """
+    given = list(ids) if isinstance(ids, Iterable) else [None]
+    top = np.iinfo(np.int32).max
+    for token in given:
+        if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token <= top:
+            raise pk.MisuseError(what, expected=f"integer token ids from 0 to {top}",
+                                 got=repr(token) if isinstance(ids, Iterable) else repr(ids),
+                                 remedy="pass what the tokenizer gave", clause="C14.4")
+    return np.array(given, np.int32)
+
+
+def _sampled(captured: CapturedUnit, count: int, columns: int) -> npt.NDArray[np.int32]:
+    """Return the token after the last live column of each entry, (b,) int32.
+
+    Raises:
+        MisuseError: a negative one: the model left it unwritten.
+    """
+    sampled = captured.unit.control.read_next_tokens(count)[:, columns - 1]
+    if (sampled < 0).any():
+        raise pk.MisuseError(
+            f"tokens sampled by {captured.unit.key}", expected="ids of 0 or more after live columns",
+            got=sampled.tolist(), remedy="write next_tokens of every live column in the model", clause="C14.4",
+        )
+    return sampled
+
+
+def _stop_ids(ids: Iterable[int]) -> frozenset[int]:
+    return frozenset(_token_ids("stop_tokens", ids).tolist())

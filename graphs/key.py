@@ -9,11 +9,8 @@ Read next: `control_buffers.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import pagedkv as pk
-
-Route = Literal["decode", "prefill"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class GraphKey:
     """
 
     unit: str
-    route: Route
+    route: pk.Route
     batch: int
     width: int
     is_masked: bool
@@ -38,7 +35,7 @@ class GraphKey:
         return f"{self.unit}/{self.route} B={self.batch} W={self.width} {mask} {self.profile}"
 
 
-def key_for(config: pk.StoreConfig, *, unit: str, route: Route, batch: int, width: int) -> GraphKey:
+def key_for(config: pk.StoreConfig, *, unit: str, route: pk.Route, batch: int, width: int) -> GraphKey:
     """Return the key of a masked unit of a store's Main geometry with the default scale."""
     geometry = config.geometry
     return GraphKey(

@@ -9,6 +9,7 @@ Read next: `capture.py`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -43,6 +44,9 @@ class Unit:
     """
 
     def __init__(self, store: pk.Store, key: GraphKey) -> None:
+        if not isinstance(key, GraphKey):
+            raise pk.MisuseError("a unit", expected="a GraphKey", got=repr(key), remedy="name the shape",
+                                 clause="C15.2")
         self.key = key
         self.route = key.route
         self.batch = key.batch
@@ -70,7 +74,15 @@ class Unit:
         Args:
             layer: layer of the pool.
             q, out: (B, W, Hq, D) BF16 bits; k, v: (B, W, Hkv, D) BF16 bits; all on the device.
+
+        Raises:
+            MisuseError: a pool or layer that the store has not, or arrays that the op refuses (C14.2).
         """
+        layers = len(self.views.get(pool, ())) if isinstance(pool, str) else 0
+        if type(layer) is not int or not 0 <= layer < layers:
+            counts = {name: len(views) for name, views in self.views.items()}
+            raise pk.MisuseError("attention", expected=f"a layer of {counts}", got=f"layer {layer!r} of pool {pool!r}",
+                                 remedy="count layers from 0 in each pool", clause="C14.1")
         self._ops.causal_attention(
             self.views[pool][layer], q, k, v, out, self.first_positions, self.table_rows, route=self.route,
             valid_columns=self.valid_columns, scale=self.key.scale, workspace=self._workspace,
@@ -85,24 +97,26 @@ class Unit:
         self, kernel: pk.Kernel, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Sequence[Any]
     ) -> None:
         """Enqueue a kernel of the embedder."""
+        if not hasattr(kernel, "launch"):
+            raise pk.MisuseError("a launch", expected="a kernel that device.load gave", got=repr(kernel),
+                                 remedy="load its module before the first unit", clause="C15.1")
         kernel.launch(grid, block, arguments, self.stream)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Return a device buffer of this shape; allocated at warm-up, the same one at capture.
 
         Raises:
-            MisuseError: capture asks for other buffers than warm-up did.
+            MisuseError: capture asks for other buffers than warm-up did, or for a shape or dtype that no array has.
         """
+        shape, dtype = _array_form(shape, dtype)
         index = self._buffer_next
         self._buffer_next += 1
         if not self.stream.is_capturing and index == len(self._buffers):
             self._buffers.append(self._graph_buffer(shape, dtype))
-        if index >= len(self._buffers) or self._buffers[index].shape != tuple(shape) or (
-            self._buffers[index].dtype != np.dtype(dtype)
-        ):
+        if index >= len(self._buffers) or (self._buffers[index].shape, self._buffers[index].dtype) != (shape, dtype):
             raise pk.MisuseError(
                 f"buffer {index} of {self.key}", expected="the same buffers in the same order at every enqueue",
-                got=f"{tuple(shape)} {np.dtype(dtype)}", remedy="enqueue the same work for one shape", clause="C15.1",
+                got=f"{shape} {dtype}", remedy="enqueue the same work for one shape", clause="C15.1",
             )
         return self._buffers[index]
 
@@ -114,11 +128,22 @@ class Unit:
         self.device.copy(self.control.egress_host, self.control.egress_device, self.stream)
 
     def _require_planned(self, config: pk.StoreConfig, key: GraphKey) -> None:
-        """Refuse a unit wider than what workspace and control buffers were planned for.  (C5.4)
+        """Refuse a key that is no shape of this store, or wider than its buffers were planned for.  (C5.4, C15.2)
 
         Raises:
             ConfigError: names the option to raise.
+            MisuseError: numbers that no unit has, or another store's profile, geometry or max_context.
         """
+        geometry = config.geometry
+        pk.AttentionShape(key.route, key.batch, key.width, geometry.query_heads, geometry.kv_heads, geometry.head_dim,
+                          config.max_context)  # refuses another route, and a B or W that the route has not
+        mine = (str(config.profile), geometry, config.max_context)
+        if (key.profile, key.geometry, key.max_context) != mine or type(key.scale) is not float:
+            raise pk.MisuseError(
+                f"unit {key}", expected=f"the store's own {mine[0]}, {geometry}, max_context {mine[2]}, a float scale",
+                got=f"{key.profile}, {key.geometry}, max_context {key.max_context}, scale {key.scale!r}",
+                remedy="build the key with key_for of the store's configuration", clause="C15.2",
+            )
         option = "decode_columns_max" if key.route == "decode" else "prefill_columns_max"
         planned = config.decode_columns if key.route == "decode" else config.prefill_columns_max
         if key.width > planned or key.batch > config.max_concurrency:
@@ -127,3 +152,14 @@ class Unit:
                 got=f"B={key.batch} and W={key.width}", remedy=f"raise {option} or max_concurrency of StoreConfig",
                 clause="C5.4",
             )
+
+
+def _array_form(shape: object, dtype: object) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape as plain integers and the dtype as an object; refuse what no array has.  (C15.1)"""
+    try:
+        if isinstance(shape, tuple | list):
+            return tuple(operator.index(extent) for extent in shape), np.dtype(dtype)  # type: ignore[call-overload]
+    except TypeError:
+        pass
+    raise pk.MisuseError("a buffer", expected="a tuple of integers and a NumPy dtype", got=f"{shape!r} {dtype!r}",
+                         remedy="pass the shape and dtype of the array", clause="C15.1")

@@ -12,7 +12,7 @@ CuPy nor a compiler.  Read next: `tests/test_tour.py`, then `quantities.py`.
 from __future__ import annotations
 
 from pagedkv import codecs
-from pagedkv.attention_shape import AttentionShape, workspace_bytes
+from pagedkv.attention_shape import AttentionShape, Route, workspace_bytes
 from pagedkv.clauses import Clause, clause, clauses
 from pagedkv.config import (
     AutoCapacity,
@@ -87,6 +87,7 @@ __all__ = [
     "PoolConfig",
     "Profile",
     "Refusal",
+    "Route",
     "Sequence",
     "StaleHandle",
     "Store",

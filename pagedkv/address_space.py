@@ -47,7 +47,15 @@ HOLD = np.int32(1 << 30)
 
 
 class AddressSpaces:
-    """Columns of one pool's active spaces; row r of every array is execution row r."""
+    """Columns of one pool's active spaces; row r of every array is execution row r.
+
+    Attributes:
+        members: (C, L) int32, logical pages below `bound_end`, -1 beyond.
+        frontier, mapped_end, bound_end, limit: (C,) int32, tokens, as drawn above; 0 in rows without a space.
+        ceiling: (C,) int32, min(limit, S): what one comparison per step is made with.
+
+    The columns, and the mirror of the table, are written by the methods below alone.
+    """
 
     def __init__(
         self, pool: PagePool, pages: LogicalPages, table: BlockTable, *, max_context: int | None = None
@@ -63,7 +71,6 @@ class AddressSpaces:
         self.bound_end = np.zeros(rows, np.int32)
         self.limit = np.zeros(rows, np.int32)
         self.ceiling = np.zeros(rows, np.int32)
-        """min(limit, S): what one comparison per step is made with."""
         self._crossing = np.zeros(rows, np.bool_)
         self._none_crossing = self._crossing.tobytes()
 
@@ -79,7 +86,7 @@ class AddressSpaces:
         span[rows] = values
         return span
 
-    def exceeds_ceiling(self, ends: Tokens) -> bool:
+    def has_row_beyond_ceiling(self, ends: Tokens) -> bool:
         """Whether some row would write beyond its entitlement or at or beyond S; one comparison.  (C9.3, C11.2)"""
         np.less(self.ceiling, ends, out=self._crossing)
         return self._crossing.tobytes() != self._none_crossing

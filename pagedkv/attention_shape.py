@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagedkv.errors import MisuseError
-from pagedkv.profiles import QUERY_GROUP_MAX
+from pagedkv.profiles import HEAD_DIMS_BF16, KV_HEADS_MAX, QUERY_HEADS_MAX, check_heads
 from pagedkv.quantities import CONTEXT_TOKENS_MAX, ceil_div
 
 Route = Literal["decode", "prefill"]
@@ -44,8 +44,8 @@ class AttentionShape:
     """What sizes an attention launch and its workspace: values only.  (C14.4)
 
     Raises:
-        MisuseError: a number out of range, W beyond 16 for decode, B other than 1 for prefill, or a group size that no
-            kernel serves.
+        MisuseError: a number out of range, W beyond 16 for decode, or B other than 1 for prefill.
+        ConfigError: a group size that no kernel serves.
     """
 
     route: Route
@@ -63,19 +63,14 @@ class AttentionShape:
         width_max = DECODE_WIDTH_MAX if self.route == "decode" else CONTEXT_TOKENS_MAX
         batch_max = GRID_AXIS_MAX if self.route == "decode" else 1
         for what, value, high in (
-            ("B", self.batch, batch_max), ("W", self.width, width_max), ("Hq", self.query_heads, 65_536),
-            ("Hkv", self.kv_heads, 4096), ("D", self.head_dim, 256),
+            ("B", self.batch, batch_max), ("W", self.width, width_max), ("Hq", self.query_heads, QUERY_HEADS_MAX),
+            ("Hkv", self.kv_heads, KV_HEADS_MAX), ("D", self.head_dim, HEAD_DIMS_BF16[-1]),
             ("max_context", self.max_context, CONTEXT_TOKENS_MAX),
         ):
             if type(value) is not int or not 1 <= value <= high:
                 raise MisuseError(f"{what} of route {self.route}", expected=f"an integer from 1 to {high}",
                                   got=repr(value), remedy="split the call, or name the other route", clause="C14.4")
-        if self.query_heads % self.kv_heads or self.query_heads // self.kv_heads > QUERY_GROUP_MAX:
-            raise MisuseError(
-                "the head geometry", expected=f"query heads = KV heads times 1 to {QUERY_GROUP_MAX}",
-                got=f"{self.query_heads} query heads over {self.kv_heads} KV heads",
-                remedy="use a supported group size", clause="C4.5",
-            )
+        check_heads(self.query_heads, self.kv_heads)
         if self.width * (self.query_heads // self.kv_heads) > QUERY_ROWS_MAX:
             raise MisuseError(
                 "W of route prefill", expected=f"at most {QUERY_ROWS_MAX} query rows of one KV head",

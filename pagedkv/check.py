@@ -4,8 +4,8 @@ Every function recomputes from the columns what the ledgers keep as counters or 
 the law with both sides in the message.  `check_ledgers` runs all of them; `Store.check` adds what
 only the device knows.  Cost: linear in pages, so it runs at boundaries, never in a step.
 
-Laws of items that this store cannot break by construction are named at the function that would have
-to change: 9 (replicas), 14 and 15 (views, kernels), 16 (state handles).
+Without a function: 9 and 16, because no page has a host replica and nothing looks KV up by its content;
+14 and 15, because views and kernels are no ledger and have tests of their own.
 
 Read next: `store.py`.
 """
@@ -84,6 +84,9 @@ def check_4_occupancy(spaces: AddressSpaces) -> None:
     free = pool.free_runs.mask()
     assert (free ^ held).all(), f"{_name(spaces)}: an id is both free and held, or neither"
     assert pool.free_runs.id_count == int(free.sum()), f"{_name(spaces)}: the free count drifted"
+    pins = int(pool.pins.sum())
+    assert pool.pins_total == pins, f"{_name(spaces)}: {pool.pins_total} pins counted, {pins} on pages"
+    assert not pool.pins[~held].any(), f"{_name(spaces)}: a free page is pinned (C7.4)"
 
 
 def check_5_identities_are_independent(spaces: AddressSpaces) -> None:

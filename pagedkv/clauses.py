@@ -106,7 +106,7 @@ def clause(name: str) -> str:
         MisuseError: there is no such clause; the message lists the nearest names.
     """
     known = _all_clauses()
-    wanted = _canonical(name)
+    wanted = _canonical(name) if isinstance(name, str) else ""
     if wanted in known:
         return known[wanted].text
     nearest = difflib.get_close_matches(wanted, known, n=4, cutoff=0.5)

@@ -20,15 +20,26 @@ from dataclasses import dataclass, field, replace
 
 from pagedkv.attention_shape import DECODE_WIDTH_MAX
 from pagedkv.errors import ConfigError
+from pagedkv.packed_planes import PackedPlanes
 from pagedkv.planes import PageOrder, PlaneGeometry, plane_inventory
-from pagedkv.profiles import PROFILES, QUERY_GROUP_MAX, Profile, check_head_dim, resolve_profile
-from pagedkv.quantities import CONTEXT_TOKENS_MAX, PAGE_TOKENS, SLAB_ALIGN_BYTES, align_up, ceil_div, pages_for_tokens
+from pagedkv.profiles import (
+    KV_HEADS_MAX,
+    PROFILES,
+    QUERY_HEADS_MAX,
+    Profile,
+    check_head_dim,
+    check_heads,
+    resolve_profile,
+)
+from pagedkv.quantities import CONTEXT_TOKENS_MAX, PAGE_TOKENS, ceil_div, pages_for_tokens
 
 VERIFY_WIDTH_MAX = DECODE_WIDTH_MAX
 CONCURRENCY_MAX = 4096
 PREFILL_COLUMNS_MIN = 16
 PREFILL_COLUMNS_MAX = 65_536
 BYTES_MAX = 1 << 50
+CAPACITY_TOKENS_MAX = 1 << 36
+"""2^30 pages: ids are int32, and a backend's lead and the guard page come on top (C3.6, C5.6)."""
 
 GRAPH_ALLOWANCE_BYTES_PER_LANE = 12 << 20
 """What a plan sets aside for captured graphs, their buffers and allocator rounding, per lane, unless told better.
@@ -45,7 +56,11 @@ def _require_int(what: str, value: object, low: int, high: int, clause: str) -> 
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """The shape of a model's attention: layers with a growing cache, heads and head_dim.  (C4.5)"""
+    """The shape of a model's attention: layers with a growing cache, heads and head_dim.  (C4.5)
+
+    Raises:
+        ConfigError: a number out of range, or a group of query heads that no kernel serves.
+    """
 
     layers: int
     query_heads: int
@@ -54,15 +69,10 @@ class KVGeometry:
 
     def __post_init__(self) -> None:
         _require_int("layers", self.layers, 1, 4096, "C4.5")
-        _require_int("kv_heads", self.kv_heads, 1, 4096, "C4.5")
-        _require_int("query_heads", self.query_heads, 1, 65536, "C4.5")
+        _require_int("kv_heads", self.kv_heads, 1, KV_HEADS_MAX, "C4.5")
+        _require_int("query_heads", self.query_heads, 1, QUERY_HEADS_MAX, "C4.5")
         _require_int("head_dim", self.head_dim, 1, 65536, "C4.5")
-        if self.query_heads % self.kv_heads or self.query_heads // self.kv_heads > QUERY_GROUP_MAX:
-            raise ConfigError(
-                "the head geometry", expected=f"query_heads = kv_heads times 1 to {QUERY_GROUP_MAX}",
-                got=f"{self.query_heads} query heads over {self.kv_heads} KV heads",
-                remedy="use a supported group size", clause="C4.5",
-            )
+        check_heads(self.query_heads, self.kv_heads)
 
     @property
     def group_size(self) -> int:
@@ -72,12 +82,16 @@ class KVGeometry:
 
 @dataclass(frozen=True)
 class ExplicitCapacity:
-    """Main capacity in tokens; M = ceil(tokens / P) and nothing is measured.  (C5.2)"""
+    """Main capacity in tokens; M = ceil(tokens / P) and nothing is measured.  (C5.2)
+
+    Raises:
+        ConfigError: tokens is no positive integer.
+    """
 
     tokens: int
 
     def __post_init__(self) -> None:
-        _require_int("ExplicitCapacity.tokens", self.tokens, 1, 1 << 40, "C5.2")
+        _require_int("ExplicitCapacity.tokens", self.tokens, 1, CAPACITY_TOKENS_MAX, "C5.2")
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,9 @@ class AutoCapacity:
         headroom_bytes: R, free memory that the plan leaves alone.
         min_tokens: least acceptable Main capacity; a plan that reaches less is an error.  None accepts M_min, the
             least that the contract allows, and then a plan below M_max is logged as a warning.
+
+    Raises:
+        ConfigError: a number out of range.
     """
 
     headroom_bytes: int = 1 << 30
@@ -98,7 +115,7 @@ class AutoCapacity:
     def __post_init__(self) -> None:
         _require_int("AutoCapacity.headroom_bytes", self.headroom_bytes, 0, BYTES_MAX, "C5.3")
         if self.min_tokens is not None:
-            _require_int("AutoCapacity.min_tokens", self.min_tokens, 1, 1 << 40, "C5.3")
+            _require_int("AutoCapacity.min_tokens", self.min_tokens, 1, CAPACITY_TOKENS_MAX, "C5.3")
 
 
 @dataclass(frozen=True)
@@ -108,6 +125,9 @@ class MTPBackend:
     Args:
         draft_window: K, drafted tokens a round; the pool may lead Main by K - 1 tokens per row.
         layers: layers of the draft that keep a growing cache.
+
+    Raises:
+        ConfigError: a number out of range.
     """
 
     draft_window: int
@@ -120,7 +140,11 @@ class MTPBackend:
 
 @dataclass(frozen=True)
 class DraftFullBackend:
-    """A draft with full-attention layers: its own head-major BF16 pool.  (C3.3, C3.4)"""
+    """A draft with full-attention layers: its own head-major BF16 pool.  (C3.3, C3.4)
+
+    Raises:
+        ConfigError: no KVGeometry, or a head_dim that bf16 does not support.
+    """
 
     geometry: KVGeometry
 
@@ -168,7 +192,7 @@ class PoolConfig:
 
     def packed_bytes(self, pages: int) -> int:
         """Bytes of a host extent of so many pages: each plane's payload rounded up to 256.  (C5.7)"""
-        return sum(align_up(pages * plane.page_bytes, SLAB_ALIGN_BYTES) for plane in self.planes)
+        return PackedPlanes(self.planes, pages).total_bytes if pages else 0
 
 
 @dataclass(frozen=True)

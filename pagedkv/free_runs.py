@@ -21,7 +21,11 @@ _FEW_RUNS = 8
 
 
 class FreeRuns:
-    """A set of ids in [0, capacity) kept as half-open runs."""
+    """A set of ids in [0, capacity) kept as half-open runs.
+
+    `run_count` runs stand at the front of `_starts` and `_ends`, ascending and never adjacent, and hold `id_count` ids;
+    `take` and `give` alone write them.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

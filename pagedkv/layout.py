@@ -31,6 +31,7 @@ import numpy as np
 
 from pagedkv.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.config import PoolConfig, StoreConfig
+from pagedkv.errors import ConfigError
 from pagedkv.planes import PlaneGeometry
 from pagedkv.quantities import SLAB_ALIGN_BYTES
 
@@ -112,7 +113,14 @@ def control_words(*, batch: int, width: int) -> tuple[int, int]:
 
     Ingress: table row, first position, live columns and W tokens of each entry; egress: accepted count and W sampled
     tokens.  Example: B = 4, W = 2 -> 20 and 12.
+
+    Raises:
+        ConfigError: B or W is no integer of at least 1.
     """
+    for name, extent in (("B", batch), ("W", width)):
+        if type(extent) is not int or extent < 1:
+            raise ConfigError(f"{name} of a unit", expected="an integer of at least 1", got=repr(extent),
+                              remedy="count entries and columns", clause="C15.1")
     return batch * (3 + width), batch * (1 + width)
 
 

@@ -116,6 +116,7 @@ class StoreLedgers:
         for sequence in sequences:
             self.sequences.require_current(sequence)
         rows = np.array([sequence.row for sequence in sequences], np.int64)
+        rows.setflags(write=False)
         mask = rows_mask_of(rows)
         if not len(sequences) or mask.bit_count() != len(sequences):
             raise MisuseError("a batch", expected="at least one sequence, each once", got=list(sequences),
@@ -148,7 +149,7 @@ class StoreLedgers:
         for pool, entry in written.items():
             spaces = self.spaces[pool]
             ends[pool] = pool_ends = spaces.frontier + entry.span
-            if spaces.exceeds_ceiling(pool_ends):
+            if spaces.has_row_beyond_ceiling(pool_ends):
                 self._require_positions(batch, pool, entry)
                 spaces.require_entitled(pool_ends)
         slices: PoolSlices = {}
@@ -157,6 +158,8 @@ class StoreLedgers:
             if pool_slices is not None:
                 slices[pool] = pool_slices
         first_positions = {pool: self.spaces[pool].frontier[batch.rows] for pool in written}
+        for positions in first_positions.values():
+            positions.setflags(write=False)
         return self.guard.begin(name, batch.rows, batch.rows_mask, written, first_positions), slices
 
     def commit_unit(self, unit: SubmittedUnit, accepted: Mapping[str, Columns] | None = None) -> None:
@@ -236,6 +239,9 @@ class StoreLedgers:
             spaces.pool.require_unpinned(spaces.mapped_ids(sequence.row), f"{operation} of row {sequence.row}: release")
 
     def _require_batch(self, batch: Batch) -> None:
+        if not isinstance(batch, Batch):
+            raise MisuseError("a batch", expected="what batch(sequences) returned", got=repr(batch),
+                              remedy="select the sequences with batch first", clause="C11.3")
         if batch.stamp != self.sequences.stamp:
             for sequence in batch.sequences:
                 self.sequences.require_current(sequence)
@@ -247,7 +253,7 @@ class StoreLedgers:
         Raises:
             MisuseError: the store has no such pool.
         """
-        spaces = self.spaces.get(pool)
+        spaces = self.spaces.get(pool) if isinstance(pool, str) else None
         if spaces is None:
             raise MisuseError(f"pool {pool!r}", expected=f"one of {list(self.spaces)}", got=repr(pool),
                               remedy="name an enabled pool", clause="C3.3")
@@ -274,9 +280,9 @@ class StoreLedgers:
                 return known
         counts = self._counts(what, len(batch), wanted)
         entry = EntryColumns(counts, spaces.spread(batch.rows, counts))
+        counts.setflags(write=False)  # a caller sees them, and the commit of the unit trusts them
+        entry.span.setflags(write=False)
         if type(wanted) is int and wanted <= VERIFY_WIDTH_MAX:
-            counts.setflags(write=False)  # every unit of this batch with as many columns shows these arrays
-            entry.span.setflags(write=False)
             batch.uniform[wanted] = entry
         return entry
 

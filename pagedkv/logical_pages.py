@@ -26,7 +26,10 @@ from pagedkv.free_runs import FreeRuns, Ids
 
 
 class LogicalPages:
-    """Descriptors of one pool as columns; index order means nothing."""
+    """Descriptors of one pool as columns; index order means nothing.
+
+    Written by the methods below alone, which `address_space.py` calls.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

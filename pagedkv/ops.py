@@ -33,7 +33,7 @@ from pagedkv.errors import MisuseError
 from pagedkv.kernels import attention_module, page_moves_module
 from pagedkv.packed_planes import PackedPlanes
 from pagedkv.planes import PlaneGeometry
-from pagedkv.profiles import Profile, plane_schema, resolve_profile
+from pagedkv.profiles import ROLES, Profile, plane_schema, resolve_profile
 from pagedkv.quantities import PAGE_TOKENS, ROW_ALIGN_BYTES, ceil_div
 from pagedkv.views import PagedKVBatchLayerView, check_aligned, check_array, check_disjoint, describe
 
@@ -44,6 +44,8 @@ LANE_DIMS = 16
 LANE_DIMS_BF16 = 8
 MOVE_THREADS = 256
 ZERO_THREADS = 128
+SCALE_MAX = 1e38
+"""Times log2(e) it is still a finite float32, which is what kernels multiply scores with."""
 MOVE_PAGES_THREADS = 128
 
 
@@ -339,6 +341,7 @@ class Ops:
         self, view: PagedKVBatchLayerView, k: Array, v: Array, first_positions: Array, table_rows: Array,
         live: Array | None, live_name: str,
     ) -> None:
+        _check_view(view)
         check_array("k", k, np.uint16, (None, None, view.kv_heads, view.head_dim), "C14.4")
         batch, width = int(k.shape[0]), int(k.shape[1])
         if batch < 1 or width < 1:
@@ -351,13 +354,14 @@ class Ops:
         if live is None and width > view.max_context:
             raise _too_wide(width, view.max_context)
         check_disjoint((("k", k), ("v", v), *selectors, *view.named_arrays),
-                       writes={"k_code", "v_code", "k_scale", "v_scale"})
+                       writes=set(ROLES))
 
     def _check_attention(
         self, view: PagedKVBatchLayerView, q: Array, out: Array, first_positions: Array, table_rows: Array,
         route: Route, valid_columns: Array | None, scale: float | None, lse: Array | None, workspace: Array | None,
         rows: Sequence[tuple[str, Array]],
     ) -> tuple[AttentionShape, float]:
+        _check_view(view)
         check_array("q", q, np.uint16, (None, None, None, view.head_dim), "C14.4")
         batch, width, query_heads = (int(extent) for extent in q.shape[:3])
         shape = AttentionShape(route, batch, width, query_heads, view.kv_heads, view.head_dim, view.max_context)
@@ -423,10 +427,16 @@ def _too_wide(width: int, max_context: int) -> MisuseError:
                        remedy="pass valid_columns, or fewer columns", clause="C14.2")
 
 
+def _check_view(view: object) -> None:
+    if not isinstance(view, PagedKVBatchLayerView):
+        raise MisuseError("the view", expected="a PagedKVBatchLayerView", got=type(view).__name__,
+                          remedy="pass store.views[pool][layer], or `batched` of a PagedKVLayerView", clause="C14.1")
+
+
 def _checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return math.pow(head_dim, -0.5)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise MisuseError("the scale", expected="a finite number, or None for D ** -0.5", got=repr(scale),
-                          remedy="pass a Python float", clause="C14.4")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= SCALE_MAX:
+        raise MisuseError("the scale", expected=f"a number from {-SCALE_MAX:g} to {SCALE_MAX:g}, or None for D ** -0.5",
+                          got=repr(scale), remedy="pass a Python float", clause="C14.4")
     return float(scale)

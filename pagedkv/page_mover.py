@@ -34,6 +34,7 @@ from pagedkv.ops import Ops
 from pagedkv.packed_planes import PackedPlanes
 from pagedkv.page_runs import PageRun
 from pagedkv.planes import PlaneGeometry
+from pagedkv.quantities import ceil_div
 
 Planes = Sequence[tuple[Array, PlaneGeometry]]
 Route = Literal["copies", "packed"]
@@ -182,7 +183,7 @@ class PageMover:
         stream.wait(ticket.done)
 
     def is_done(self, ticket: Ticket) -> bool:
-        """Have the copies run?  One query."""
+        """Say whether the copies have run; one query."""
         return ticket.done.query()
 
     def wait(self, ticket: Ticket) -> None:
@@ -208,9 +209,8 @@ class PageMover:
         planes = self._planes[pool]
         packed = [None] * len(planes) if host is None else self._packed_arrays(pool, host, host_pages)
         for (plane, geometry), extent in zip(planes, packed, strict=True):
-            source, destination = (plane, extent if direction == "d2h" else plane)
-            if direction == "h2d":
-                source = extent
+            source = extent if direction == "h2d" else plane
+            destination = extent if direction == "d2h" else plane
             for run in runs:
                 for target, origin in zip(
                     _pieces(destination, geometry, run.destination, run.count),
@@ -278,7 +278,7 @@ class PageMover:
             return wanted or "copies"
         pages = sum(run.count for run in runs)
         pieces = sum(1 if geometry.order == "page-major" else geometry.kv_heads for _, geometry in self._planes[pool])
-        chunks = -(-pages // self._staging_pages)
+        chunks = ceil_div(pages, self._staging_pages)
         packed = 1 + chunks * (pieces + len(self._planes[pool]))
         return "packed" if packed < len(runs) * pieces else "copies"
 

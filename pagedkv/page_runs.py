@@ -28,7 +28,7 @@ class PageRun:
 
 
 def page_runs(sources: npt.NDArray[np.int32], destinations: npt.NDArray[np.int32]) -> tuple[PageRun, ...]:
-    """Coalesce (source, destination) pairs, in the order given, into runs.  Vector operations: a fixed number.
+    """Coalesce (source, destination) pairs, in the order given, into runs.  Python work per run, not per page.
 
     Raises:
         MisuseError: arrays of different length.

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from pagedkv.config import AutoCapacity, StoreConfig
+from pagedkv.config import CAPACITY_TOKENS_MAX, AutoCapacity, StoreConfig
 from pagedkv.errors import CapacityError, ConfigError
 from pagedkv.layout import build_layout
 from pagedkv.quantities import PAGE_TOKENS, pages_for_tokens
@@ -156,9 +156,15 @@ def plan(
             remedy names what would fit.
         ConfigError: a negative count.
     """
-    if type(free_bytes) is not int or free_bytes < 0:
-        raise ConfigError("free_bytes", expected="a count of bytes, 0 or more", got=repr(free_bytes),
-                          remedy="pass what the device reports", clause="C5.3")
+    if not isinstance(config, StoreConfig):
+        raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
+                          remedy="build a StoreConfig first", clause="C5.2")
+    counts = {"free_bytes": free_bytes, "total_bytes": 0 if total_bytes is None else total_bytes,
+              "cache_bytes": cache_bytes}
+    for name, count in counts.items():
+        if type(count) is not int or count < 0:
+            raise ConfigError(name, expected="a count of bytes, 0 or more", got=repr(count),
+                              remedy="pass what the device reports", clause="C5.3")
     curve = capacity_curve(config)
     least, wanted = acceptable_pages(config)
     pages = curve.choose(budget_bytes=free_bytes - headroom_bytes(config), least=least, wanted=wanted)
@@ -182,7 +188,7 @@ def acceptable_pages(config: StoreConfig) -> tuple[int, int]:
     """Return the least acceptable and the wanted pages of Main; equal when capacity is explicit.  (C5.2, C5.3)"""
     if config.is_resolved:
         return config.main_pages, config.main_pages
-    return config.pages_least, config.pages_max
+    return config.pages_least, min(config.pages_max, pages_for_tokens(CAPACITY_TOKENS_MAX))
 
 
 def headroom_bytes(config: StoreConfig) -> int:

@@ -50,7 +50,14 @@ class DevicePageLease:
 
 
 class PagePool:
-    """Counters, free ids and serials of one pool."""
+    """Counters, free ids, serials and pins of one pool; written by the methods below alone.
+
+    Attributes:
+        capacity: page groups, ids 0 to capacity - 1; fixed.
+        allocated, reserved, bound: page groups in these states; `bound` is part of `reserved`.
+        serials: (capacity,) int64, 0 while an id is free.
+        pins: (capacity,) int32, copies that use a page group now; `pins_total` is their sum.
+    """
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -122,7 +129,7 @@ class PagePool:
         bound = ids.size - leased
         self._require_at_most("release of leases", leased, self.allocated, "leased pages")
         self._require_at_most("release of bound pages", bound, self.bound, "bound pages")
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.capacity or not self.serials[ids].all()):
+        if not self._has(ids):
             raise MisuseError(f"release of pages of pool {self.name}", expected="ids that are held", got=ids.tolist(),
                               remedy="release each page once", clause="C6.1")
         if np.unique(ids).size != ids.size:
@@ -141,7 +148,7 @@ class PagePool:
         Raises:
             MisuseError: an id is out of range or held by nobody; nothing changed.
         """
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.capacity or not self.serials[ids].all()):
+        if not self._has(ids):
             raise MisuseError(f"a pin of pages of pool {self.name}", expected="ids that are bound or leased",
                               got=ids.tolist(), remedy="reserve and bind a page before a copy uses it", clause="C7.4")
         np.add.at(self.pins, ids, 1)
@@ -176,6 +183,11 @@ class PagePool:
         """Give ids fresh serials, so that earlier handles of them are stale.  (C6.1)"""
         self.serials[ids] = np.arange(self._serial_next, self._serial_next + ids.size)
         self._serial_next += ids.size
+
+    def _has(self, ids: Ids) -> bool:
+        """Say whether every id is one of this pool, bound or leased."""
+        is_in_range = not ids.size or 0 <= int(ids.min()) <= int(ids.max()) < self.capacity
+        return is_in_range and bool(self.serials[ids].all())
 
     def _require_count(self, what: str, pages: int) -> None:
         if type(pages) is not int or pages < 0:

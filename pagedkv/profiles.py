@@ -31,6 +31,8 @@ ROLES: tuple[Role, ...] = ("k_code", "v_code", "k_scale", "v_scale")
 HEAD_DIMS_BF16 = tuple(range(16, 257, 16))
 HEAD_DIMS_QUANTIZED = (64, 128, 256)
 QUERY_GROUP_MAX = 16
+KV_HEADS_MAX = 4096
+QUERY_HEADS_MAX = KV_HEADS_MAX * QUERY_GROUP_MAX
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,12 @@ class Profile:
     def __str__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """Copy and unpickle a profile of the set as itself, so that a configuration crosses a process boundary."""
+        if any(known is self for known in PROFILES.values()):
+            return resolve_profile, (self.name,)
+        return super().__reduce__()
+
 
 PROFILES: dict[str, Profile] = {
     profile.name: profile
@@ -106,7 +114,7 @@ def resolve_profile(profile: str | Profile) -> Profile:
         ConfigError: the name is in no profile; the closed set is listed.
     """
     if isinstance(profile, Profile):
-        if PROFILES.get(profile.name) is profile:
+        if any(known is profile for known in PROFILES.values()):
             return profile
     elif isinstance(profile, str):
         name = profile.lower()
@@ -134,8 +142,26 @@ def check_head_dim(profile: Profile, head_dim: int) -> None:
         )
 
 
+def check_heads(query_heads: int, kv_heads: int) -> None:
+    """Refuse a group of query heads per KV head that no kernel serves; both are positive integers.  (C4.5)
+
+    Raises:
+        ConfigError: query heads are no multiple of KV heads, or more than 16 times as many.
+    """
+    if query_heads % kv_heads or query_heads // kv_heads > QUERY_GROUP_MAX:
+        raise ConfigError(
+            "the head geometry", expected=f"query_heads = kv_heads times 1 to {QUERY_GROUP_MAX}",
+            got=f"{query_heads} query heads over {kv_heads} KV heads", remedy="use a supported group size",
+            clause="C4.5",
+        )
+
+
 def plane_schema(profile: str | Profile, head_dim: int) -> tuple[PlaneRole, ...]:
-    """Return the planes of one layer in ordinal order: K code, V code, K scale, V scale.  (C4.2)"""
+    """Return the planes of one layer in ordinal order: K code, V code, K scale, V scale.  (C4.2)
+
+    Raises:
+        ConfigError: an unknown profile, or a head_dim that it does not support.
+    """
     resolved = resolve_profile(profile)
     check_head_dim(resolved, head_dim)
 

@@ -28,7 +28,12 @@ from pagedkv.quantities import PAGE_TOKENS, pages_for_tokens
 
 @dataclass(frozen=True)
 class ActivationTarget:
-    """What a sequence is to be able to hold: prompt and output tokens together at most S.  (C9.2)"""
+    """What a sequence is to be able to hold, in tokens.  (C9.2)
+
+    Raises:
+        MisuseError: a prompt of no token, a negative output, or counts that are no integers.  More than S together
+            is an answer of `explain`, not an error.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -84,7 +89,16 @@ class Sequence:
 
 
 class Sequences:
-    """Execution rows and the address spaces of every pool, activated and finished together."""
+    """Execution rows and the address spaces of every pool, activated and finished together.
+
+    Attributes:
+        serials: (C,) int64, serial of the sequence that holds a row, 0 while it is free.
+        budget_tokens: (C,) int32, prompt plus output tokens of that sequence.
+        stamp: moves whenever a row is leased or returned; batches revalidate only then.  No two stores share a value,
+            so a batch of another store is revalidated too, and refused.
+
+    They are written by `try_activate` and `finish` alone.
+    """
 
     def __init__(self, config: StoreConfig, spaces: tuple[AddressSpaces, ...], store_id: int) -> None:
         self.config = config
@@ -94,8 +108,6 @@ class Sequences:
         self.serials = np.zeros(rows, np.int64)
         self.budget_tokens = np.zeros(rows, np.int32)
         self.stamp = store_id << 32
-        """Moves whenever a row is leased or returned; batches revalidate only then.  No two stores share a value,
-        so a batch of another store is revalidated too, and refused."""
         self._lead_tokens = tuple(pool.lead_tokens for pool in config.pools)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._serial_next = 1
@@ -115,6 +127,9 @@ class Sequences:
 
     def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
         """Return what an activation would take, or why it cannot be honoured; no side effects.  (C10.9)"""
+        if not isinstance(target, ActivationTarget):
+            raise MisuseError("a target", expected="an ActivationTarget", got=repr(target),
+                              remedy="pass ActivationTarget(prompt_tokens, output_tokens)", clause="C10.9")
         if target.total_tokens > self.config.max_context:
             return Refusal("main", pages_for_tokens(target.total_tokens), self.config.blocks, forever=True)
         entitlement = self._entitlement(target)
@@ -163,7 +178,13 @@ class Sequences:
         Raises:
             StaleHandle: the row is free or serves another sequence.
         """
-        known = sequence.store_id == self.store_id and 0 <= sequence.row < self.serials.size and sequence.serial > 0
+        if not isinstance(sequence, Sequence):
+            raise MisuseError("a handle", expected="the Sequence that activate returned", got=repr(sequence),
+                              remedy="pass the handle; try_activate may have answered with a Refusal", clause="C10.1")
+        known = (
+            sequence.store_id == self.store_id and type(sequence.row) is int and 0 <= sequence.row < self.serials.size
+            and type(sequence.serial) is int and sequence.serial > 0
+        )
         if not known or self.serials[sequence.row] != sequence.serial:
             raise StaleHandle(f"{sequence}", expected="an active sequence of this store",
                               got="one that was finished, or of another store",

@@ -10,9 +10,9 @@
         store.trim(batch)                            # rejected tails return to their reservation
         store.finish(sequence)
 
-Every per-step call takes a batch; nothing loops over sequences.  One thread and one process use a
-store; a call from elsewhere is refused.  After a device error the store is latched: only `close`,
-`memory_summary` and the evidence remain (C12.4).
+Every per-step call takes a batch.  Only publication loops over rows in Python, and only over those that crossed
+a page: one copy each (C11.2).  One thread and one process use a store; a call from elsewhere is refused.  After a
+device error the store is latched: only `close`, `memory_summary` and the evidence remain (C12.4).
 
 Read next: `views.py` and `ops.py` for what kernels see; `graphs/decode_loop.py` for a loop.
 """
@@ -25,6 +25,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +34,21 @@ from pagedkv.check import check_ledgers
 from pagedkv.config import AutoCapacity, StoreConfig
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Array, Device, Event, Graph, Stream
-from pagedkv.errors import ActivationRefused, ConfigError, DeviceFault, MisuseError, StoreLatched
+from pagedkv.errors import (
+    ActivationRefused,
+    CapacityError,
+    CaptureRefused,
+    ConfigError,
+    DeviceFault,
+    MisuseError,
+    PagedKVError,
+    StoreLatched,
+)
 from pagedkv.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
 from pagedkv.ledgers import Batch, Columns, PoolSlices, StoreLedgers
 from pagedkv.ops import Ops
 from pagedkv.planner import CapacityPlan, plan
+from pagedkv.profiles import ROLES
 from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
 from pagedkv.unit_guard import SubmittedUnit
 from pagedkv.views import PagedKVBatchLayerView
@@ -61,6 +72,11 @@ class Store:
         workspace: uint8, for the attention of every unit on `stream`; None where no unit needs any.
         control_ingress, control_egress: int32 words of every unit on `stream`, at fixed addresses (C15.1).
         graph_bytes: bytes handed to captured units so far; planned as the graph allowance.
+        published_slices: table slices copied to the device so far.
+
+    Every attribute is written by the store alone.  Every method but `close` and `memory_summary` raises MisuseError on
+    a closed store or from another thread or process, and StoreLatched after a device error (C12.4); what it raises
+    besides stands at the method.
     """
 
     def __init__(self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None) -> None:
@@ -71,7 +87,7 @@ class Store:
         self.stream: Stream = device.stream()
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
-        self._ledgers = StoreLedgers(config, next(_STORE_IDS))
+        self._ledgers = _build_ledgers(config)
         self._slabs: dict[str, Array] = {
             slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype, name=slab.name)
             for slab in self.layout.slabs
@@ -98,7 +114,6 @@ class Store:
         self._thread = threading.get_ident()
         self._process = os.getpid()
         self.published_slices = 0
-        """Table slices copied to the device since the store opened."""
 
     # ---- life -------------------------------------------------------------------------------------
 
@@ -108,15 +123,39 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except PagedKVError as second:
+            if error is None:
+                raise
+            error.add_note(f"and the store could not be closed well: {second}")
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError("a copy of a store", expected="one object for one set of device arrays", got="copy or pickle",
+                          remedy="open another store from the same StoreConfig", clause="C1.1")
 
     def close(self) -> None:
-        """Wait for the stream and give the slabs back; closing twice is harmless."""
+        """Wait for the stream and give the slabs back; closing twice is harmless.
+
+        Raises:
+            DeviceFault: a kernel failed meanwhile; the fault is the evidence.  The store is closed nevertheless, as
+                after everything else that draining the stream raises.
+            CaptureRefused: the stream is capturing; the store stays open.
+        """
         if self._is_closed:
             return
         self._require_owner("close")
-        if self._latch is None:
-            self.stream.synchronize()
+        if self.stream.is_capturing:
+            raise CaptureRefused("close", expected="a stream that is not capturing", got="one that is",
+                                 remedy="end or abort the capture first", clause="C12.4")
+        try:
+            if self._latch is None:
+                with self._latching():
+                    self.stream.synchronize()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         self._is_closed = True
         self.views.clear()
         self.block_tables.clear()
@@ -136,7 +175,11 @@ class Store:
     # ---- activation -------------------------------------------------------------------------------
 
     def try_activate(self, *, prompt_tokens: int, output_tokens: int) -> Sequence | Refusal:
-        """Reserve room for prompt and whole output in every pool, or say why not.  (C9.2, C10.2, C10.9)"""
+        """Reserve room for prompt and whole output in every pool, or say why not.  (C9.2, C10.2, C10.9)
+
+        Raises:
+            MisuseError: a prompt of no token, a negative output, or counts that are no integers.
+        """
         self._enter("activate")
         return self._ledgers.try_activate(ActivationTarget(prompt_tokens, output_tokens))
 
@@ -145,6 +188,7 @@ class Store:
 
         Raises:
             ActivationRefused: there is no room now, or (`refusal.forever`) never.
+            MisuseError: as `try_activate`.
         """
         answer = self.try_activate(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         if isinstance(answer, Refusal):
@@ -177,13 +221,26 @@ class Store:
         self._ledgers.finish(sequence)
 
     def abort(self, sequence: Sequence) -> bool:
-        """End the sequence now (True), or at the end of the unit that selects it (False).  (C12.4)"""
+        """End the sequence now (True), or at the end of the unit that selects it (False).  (C12.4)
+
+        Raises:
+            StaleHandle: it has ended.
+            MisuseError: a transfer uses one of its pages (C7.4).
+        """
         self._enter("abort")
         return self._ledgers.abort(sequence)
 
     def batch(self, sequences: Iterable[Sequence]) -> Batch:
-        """Select sequences in batch order, once for many units.  (C11.3)"""
+        """Select sequences in batch order, once for many units.  (C11.3)
+
+        Raises:
+            StaleHandle: one of them has ended.
+            MisuseError: no sequence, or one twice.
+        """
         self._enter("batch")
+        if not isinstance(sequences, Iterable):
+            raise MisuseError("a batch", expected="sequences in batch order", got=repr(sequences),
+                              remedy="pass a list, of one sequence too", clause="C11.3")
         return self._ledgers.batch(tuple(sequences))
 
     # ---- units ------------------------------------------------------------------------------------
@@ -206,18 +263,25 @@ class Store:
             UnitInFlight, EntitlementExceeded, MisuseError, StaleHandle: nothing changed.
         """
         self._enter("begin_unit")
+        self._require_publishing("begin_unit")
         wanted = columns if isinstance(columns, Mapping) else {"main": columns}
         unit, slices = self._ledgers.begin_unit(name, batch, wanted)
         self._publish(slices)
         return unit
 
     def submit(self, unit: SubmittedUnit) -> None:
-        """Record on the stream that the unit's launches end here, so that `poll` can ask.  (C12.4)"""
+        """Record on the stream that the unit's launches end here, so that `poll` can ask.  (C12.4)
+
+        Raises:
+            MisuseError: the unit has ended, or is of another store.
+        """
         self._enter("submit")
         self._ledgers.guard.require_open(unit, "submit")
-        event = self.device.event()
-        self.stream.record(event)
+        with self._latching():
+            event = self.device.event()
+            self.stream.record(event)
         self._events[unit.number] = event
+        self._completed.discard(unit.number)
 
     def poll(self) -> list[SubmittedUnit]:
         """Return the submitted units that the device has finished and that are not yet committed.  (C12.4)"""
@@ -230,7 +294,12 @@ class Store:
         return [unit for unit in self._ledgers.guard.units if unit.number in self._completed]
 
     def wait(self, unit: SubmittedUnit) -> None:
-        """Block until the device has finished the unit.  (C12.4)"""
+        """Block until the device has finished the unit.  (C12.4)
+
+        Raises:
+            MisuseError: the unit has ended, or is of another store.
+            DeviceFault: a kernel failed; the store is latched.
+        """
         self._enter("wait")
         self._ledgers.guard.require_open(unit, "wait")
         with self._latching():
@@ -260,9 +329,14 @@ class Store:
         wanted = accepted if accepted is None or isinstance(accepted, Mapping) else {"main": accepted}
         self._ledgers.commit_unit(unit, wanted)
         self._completed.discard(unit.number)
+        self._events.pop(unit.number, None)
 
     def fail(self, unit: SubmittedUnit) -> None:
-        """End a unit without a commit, after what it launched has drained.  (C9.5)"""
+        """End a unit without a commit, after what it launched has drained.  (C9.5)
+
+        Raises:
+            MisuseError, DeviceFault: as `wait`.
+        """
         self._enter("fail")
         self._ledgers.guard.require_open(unit, "fail")
         self.wait(unit)
@@ -272,6 +346,9 @@ class Store:
     def launch_graph(self, graph: Graph) -> None:
         """Replay a captured graph on the store's stream; a device error latches the store.  (C12.4)"""
         self._enter("launch_graph")
+        if not hasattr(graph, "launch"):
+            raise MisuseError("launch_graph", expected="a graph that end_capture gave", got=repr(graph),
+                              remedy="capture the unit first", clause="C15.1")
         with self._latching():
             graph.launch(self.stream)
 
@@ -281,7 +358,8 @@ class Store:
         The graph allowance of the plan is meant to hold them all; what exceeds it is logged once, not refused.
         """
         self._enter("graph_buffer")
-        buffer = self.device.empty(shape, dtype)
+        with self._latching():
+            buffer = self.device.empty(shape, dtype)
         allowance = self.config.allowance_bytes
         is_first_excess = self.graph_bytes <= allowance < self.graph_bytes + int(buffer.nbytes)
         self.graph_bytes += int(buffer.nbytes)
@@ -293,34 +371,58 @@ class Store:
     # ---- between units ----------------------------------------------------------------------------
 
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
-        """Map and publish positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)"""
+        """Map and publish positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)
+
+        Raises:
+            EntitlementExceeded: tokens needs more pages than the sequence was activated for.
+            MisuseError: more than max_context tokens, or an unknown pool.
+            StaleHandle: it has ended.
+        """
         self._enter("ensure_mapped_to_tokens")
+        self._require_publishing("ensure_mapped_to_tokens")
         self._publish(self._ledgers.ensure_mapped_to_tokens(sequence, tokens, pool))
 
     def trim(self, batch: Batch, pool: str = "main", provisional: Columns = 0) -> int:
-        """Return trailing pages of the batch to their own reservations; says how many.  (C9.6)"""
+        """Return trailing pages of the batch to their own reservations; says how many.  (C9.6)
+
+        Args:
+            batch: from `batch`.
+            pool: whose pages.
+            provisional: columns beyond the committed frontier that stay mapped, one number or one per entry.
+
+        Raises:
+            UnitInFlight: a unit in flight selects one of the rows (C12.2).
+            MisuseError: an unknown pool, counts of another form, or a page that a transfer uses (C7.4).
+            StaleHandle: one of the sequences has ended.
+        """
         self._enter("trim")
         return self._ledgers.trim(batch, pool, provisional)
 
     def truncate(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
-        """Lower the committed frontier of one pool to `tokens`, then trim.  (C9.10)"""
+        """Lower the committed frontier of one pool to `tokens`, then trim.  (C9.10)
+
+        Raises:
+            UnitInFlight: a unit in flight selects the row (C12.2).
+            MisuseError: tokens above the frontier or negative, an unknown pool, or a page that a transfer uses (C7.4).
+            StaleHandle: it has ended.
+        """
         self._enter("truncate")
         self._ledgers.truncate(sequence, tokens, pool)
 
     def committed_tokens(self, sequence: Sequence, pool: str = "main") -> int:
-        """Return the committed frontier of one sequence in one pool, in tokens.  (C9.1)"""
+        """Return the committed frontier of one sequence in one pool, in tokens; StaleHandle when it ended.  (C9.1)"""
         self._enter("committed_tokens")
         self._ledgers.sequences.require_current(sequence)
         return int(self._ledgers.pool_spaces(pool).frontier[sequence.row])
 
     def budget_tokens(self, sequence: Sequence) -> int:
-        """Return prompt plus output tokens that the sequence was activated for.  (C9.2)"""
+        """Return prompt plus output tokens that the sequence was activated for; StaleHandle when it ended.  (C9.2)"""
         self._enter("budget_tokens")
         self._ledgers.sequences.require_current(sequence)
         return int(self._ledgers.sequences.budget_tokens[sequence.row])
 
     def page_ids(self, sequence: Sequence, pool: str = "main") -> list[int]:
-        """Return the page group ids that a sequence maps, in block order.  (C9.1)"""
+        """Return the page group ids that a sequence maps, in block order; StaleHandle when it ended.  (C9.1)"""
         self._enter("page_ids")
         self._ledgers.sequences.require_current(sequence)
         ids: list[int] = self._ledgers.pool_spaces(pool).mapped_ids(sequence.row).tolist()
@@ -334,8 +436,9 @@ class Store:
         check_ledgers(self._ledgers)
         for name, spaces in self._ledgers.spaces.items():
             table = np.empty_like(spaces.table.mirror)
-            self.device.copy(table, self.block_tables[name], self.stream)
-            self.stream.synchronize()
+            with self._latching():
+                self.device.copy(table, self.block_tables[name], self.stream)
+                self.stream.synchronize()
             members = spaces.columns_below(spaces.mapped_end)
             same = table[members] == spaces.table.mirror[members]
             assert same.all(), f"pool {name}: the device table differs from the membership"
@@ -390,8 +493,7 @@ class Store:
 
     def _layer_view(self, pool_name: str, layer: int) -> PagedKVBatchLayerView:
         pool = next(pool for pool in self.config.pools if pool.name == pool_name)
-        planes = {role: self._slabs.get(f"{pool_name}.{layer}.{role}")
-                  for role in ("k_code", "v_code", "k_scale", "v_scale")}
+        planes = {role: self._slabs.get(f"{pool_name}.{layer}.{role}") for role in ROLES}
         return PagedKVBatchLayerView(
             k_pages=planes["k_code"], v_pages=planes["v_code"], k_scales=planes["k_scale"], v_scales=planes["v_scale"],
             block_table=self.block_tables[pool_name], head_dim=pool.geometry.head_dim,
@@ -407,6 +509,12 @@ class Store:
         if self._latch is not None:
             raise StoreLatched(operation, expected="a store without a device error", got=str(self._latch),
                                remedy="close it; memory_summary and evidence still answer", clause="C12.4")
+
+    def _require_publishing(self, operation: str) -> None:
+        """Refuse to map while the stream is capturing: a publication must run now, not at a replay.  (C11.2)"""
+        if self.stream.is_capturing:
+            raise CaptureRefused(operation, expected="a stream that is not capturing", got="one that is",
+                                 remedy="map and begin units outside the capture", clause="C11.2")
 
     def _require_owner(self, operation: str) -> None:
         if threading.get_ident() != self._thread or os.getpid() != self._process:
@@ -433,6 +541,17 @@ class _Latching:
             self._store.latch(error)
 
 
+def _build_ledgers(config: StoreConfig) -> StoreLedgers:
+    """Build the ledgers under an id that no other process on this machine uses: a handle from there is refused."""
+    try:
+        return StoreLedgers(config, os.getpid() << 32 | next(_STORE_IDS))
+    except MemoryError as error:
+        raise CapacityError(
+            "the ledgers of a store", expected="host memory for page descriptors and table mirrors", got=str(error),
+            remedy="lower max_context, max_concurrency or kv_capacity", clause="C5.2",
+        ) from error
+
+
 def _require_config(config: StoreConfig) -> None:
     if not isinstance(config, StoreConfig):
         raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
@@ -457,6 +576,9 @@ def open_store(config: StoreConfig, device: str | Device = "auto") -> Store:
     """
     _require_config(config)
     chosen = open_device(device) if isinstance(device, str) else device
+    if not all(hasattr(chosen, name) for name in ("description", "stream", "empty", "load")):
+        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=repr(device),
+                          remedy="pass a name, or what open_device returned", clause="C1.1")
     _LOG.info("device: %s", chosen.description)
     if not isinstance(config.kv_capacity, AutoCapacity):
         return Store(config, chosen)

@@ -67,7 +67,12 @@ def rows_mask_of(rows: npt.NDArray[np.int64]) -> int:
 
 
 class UnitGuard:
-    """The units in flight of one store."""
+    """The units in flight of one store.
+
+    Attributes:
+        rows_in_flight: rows that a unit selects, as bits of one integer; written by `begin` and `end` alone.
+        units: the units in flight, in the order of their begin; likewise.
+    """
 
     def __init__(self) -> None:
         self.rows_in_flight = 0
@@ -93,7 +98,14 @@ class UnitGuard:
         unit.is_open = False
 
     def require_open(self, unit: SubmittedUnit, operation: str) -> None:
-        """Refuse a unit that was ended already, or that belongs to another store.  (C12.3)"""
+        """Refuse a unit that was ended already, or that belongs to another store.  (C12.3)
+
+        Raises:
+            MisuseError: names the operation and the unit.
+        """
+        if not isinstance(unit, SubmittedUnit):
+            raise MisuseError(operation, expected="the unit that begin_unit returned", got=repr(unit),
+                              remedy="keep the unit until its commit", clause="C12.3")
         if not unit.is_open or unit not in self.units:
             raise MisuseError(f"{operation} of unit {unit.label}", expected="a unit in flight of this store",
                               got="one that has ended", remedy="end each unit exactly once", clause="C12.3")

@@ -21,7 +21,7 @@ import numpy as np
 from pagedkv.devices.protocol import Array
 from pagedkv.errors import MisuseError
 from pagedkv.planes import PageOrder, PlaneGeometry
-from pagedkv.profiles import Profile, plane_schema, resolve_profile
+from pagedkv.profiles import ROLES, Profile, plane_schema, resolve_profile
 from pagedkv.quantities import PAGE_TOKENS, SLAB_ALIGN_BYTES
 
 
@@ -69,7 +69,7 @@ class PagedKVBatchLayerView:
             raise MisuseError("max_context of a view", expected=f"1 to {PAGE_TOKENS} * {blocks} tokens of its table",
                               got=f"{self.max_context} tokens and {rows} rows",
                               remedy="bind a table that is wide enough", clause="C14.2")
-        check_disjoint([(role, plane) for role, plane in self._named_arrays() if plane is not None], writes=None)
+        check_disjoint(self.named_arrays, writes=None)
 
     @cached_property
     def geometries(self) -> tuple[PlaneGeometry, ...]:
@@ -87,7 +87,7 @@ class PagedKVBatchLayerView:
         """Kernel arguments of the planes: four pointers, then head and page strides in bytes of each role."""
         by_role = {geometry.role: geometry for geometry in self.geometries}
         strides: list[object] = []
-        for role in ("k_code", "v_code", "k_scale", "v_scale"):
+        for role in ROLES:
             geometry = by_role.get(role)
             strides.append(np.int64(geometry.head_stride_bytes if geometry else 0))
             strides.append(np.int64(geometry.page_stride_bytes if geometry else 0))
@@ -98,14 +98,11 @@ class PagedKVBatchLayerView:
         """N: page groups of the pool."""
         return self.geometries[0].pages
 
-    def _named_arrays(self) -> tuple[tuple[str, Array | None], ...]:
-        return (("k_code", self.k_pages), ("v_code", self.v_pages), ("k_scale", self.k_scales),
-                ("v_scale", self.v_scales), ("block_table", self.block_table))
-
     @cached_property
     def named_arrays(self) -> tuple[tuple[str, Array], ...]:
         """Every array a kernel may read through this view, by name."""
-        return tuple((name, array) for name, array in self._named_arrays() if array is not None)
+        planes = zip(ROLES, (self.k_pages, self.v_pages, self.k_scales, self.v_scales), strict=True)
+        return (*((role, plane) for role, plane in planes if plane is not None), ("block_table", self.block_table))
 
     def _check_numbers(self) -> None:
         for what, value in (("kv_heads", self.kv_heads), ("max_context", self.max_context)):
@@ -117,7 +114,7 @@ class PagedKVBatchLayerView:
                               got=repr(self.order), remedy="pass the pool's order", clause="C3.4")
 
     def _check_plane(self, geometry: PlaneGeometry) -> None:
-        plane = dict(self._named_arrays())[geometry.role]
+        plane = dict(self.named_arrays).get(geometry.role)
         name = f"plane {geometry.role} of profile {self.profile.name}"
         shape = tuple(extent or None for extent in geometry.shape)  # no page groups: k_pages has no such axis
         check_array(name, plane, geometry.dtype, shape, "C14.2")

@@ -13,7 +13,7 @@ import pytest
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
-def test_the_fifteen_lines_run(tmp_path: Path) -> None:
+def test_the_whole_program_runs(tmp_path: Path) -> None:
     """A reader who pastes the embedding example gets twenty tokens and no error."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert blocks, "the README has no python block"

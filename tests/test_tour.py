@@ -20,7 +20,7 @@ GEOMETRY = pk.KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64)
 
 
 def small_config(profile: str = "bf16") -> pk.StoreConfig:
-    """One layer, 256 tokens a sequence, two sequences, eight pages."""
+    """Return one layer, 256 tokens a sequence, two sequences, eight pages."""
     return pk.StoreConfig(
         GEOMETRY, profile=profile, max_context=256, max_concurrency=2, kv_capacity=pk.ExplicitCapacity(512)
     )
@@ -34,6 +34,9 @@ def test_1_a_page_is_64_tokens_and_a_plane_is_a_strided_slab() -> None:
     assert plane.page_stride_bytes == 2 * 64 * 64 * 2
     assert 70 >> 6 == 1, "position 70 lies in block 1"
     assert 70 & 63 == 6, "at offset 6 of its page"
+    address = 5 * plane.page_stride_bytes + 1 * plane.head_stride_bytes + 6 * plane.row_bytes
+    slab = np.arange(plane.span_bytes // 2, dtype=np.uint32).reshape(plane.shape)
+    assert 2 * slab[5, 1, 6, 0] == address == 90_880
 
 
 def test_2_an_activation_reserves_the_whole_budget_and_maps_nothing() -> None:
@@ -107,22 +110,10 @@ def test_6_kernels_read_pages_through_the_table() -> None:
         k, v = device.zeros((1, 1, 2, 64), np.uint16), device.zeros((1, 1, 2, 64), np.uint16)
         positions, rows = device.zeros((1,), np.int32), device.zeros((1,), np.int32)
         device.copy(v, value, store.stream)
-        shape = pk.AttentionShape(
-            route="decode", batch=1, width=1, query_heads=4, kv_heads=2, head_dim=64, max_context=256
-        )
-        workspace = device.empty((max(pk.workspace_bytes(shape), 1),), np.uint8)
         store.ops.causal_attention(
-            store.views["main"][0],
-            q,
-            k,
-            v,
-            out,
-            positions,
-            rows,
-            route="decode",
-            workspace=workspace,
+            store.views["main"][0], q, k, v, out, positions, rows, route="decode", workspace=store.workspace,
             stream=store.stream,
-        )
+        )  # fmt: skip
         store.wait(unit)
         store.commit(unit)
         result = np.empty((1, 1, 4, 64), np.uint16)

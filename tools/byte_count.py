@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import click
 
-_FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_FORM = re.compile(r"(\d{1,24}(?:\.\d{1,24})?)\s*([a-z]*)", re.IGNORECASE)
 _POWERS = {letter: power for power, letter in enumerate("kmgt", start=1)}
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for letter, power in _POWERS.items()}

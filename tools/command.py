@@ -84,6 +84,8 @@ def doctor(as_json: bool) -> None:
     if not diagnosis.can_run:
         click.echo("pagedkv: no device can run on this machine; see the lines marked missing", err=True)
         sys.exit(EXIT_MISSING)
+    usable = ", ".join(name for name, is_usable in diagnosis.devices.items() if is_usable)
+    click.echo(f"pagedkv: usable here: {usable}; what is missing above is for other devices and tools", err=True)
 
 
 @main.command(name="help")
@@ -257,6 +259,9 @@ def kernels_report(as_json: bool, architectures: tuple[str, ...], modules: tuple
     wrong = sorted(set(architectures) - set(kernel_set.ARCHITECTURES))
     if wrong:
         raise click.BadParameter(f"{', '.join(wrong)} is not of {', '.join(kernel_set.ARCHITECTURES)}")
+    known = [spec.name for spec in pk.shipped_modules()]
+    if unknown := [part for part in modules if not any(part in name for name in known)]:
+        raise click.BadParameter(f"{', '.join(unknown)} is in no name of {', '.join(known)}")
     try:
         figures = kernel_set.compile_set(
             architectures=architectures or kernel_set.ARCHITECTURES,

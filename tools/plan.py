@@ -23,8 +23,9 @@ MODELS = {"smollm2": pk.KVGeometry(layers=30, query_heads=9, kv_heads=3, head_di
 
 HEADROOM_BYTES = pk.AutoCapacity().headroom_bytes
 
-_MTP = re.compile(r"mtp:(\d+)(?::(\d+))?")
-_DRAFT = re.compile(r"draft:(\d+)x(\d+)x(\d+)x(\d+)")
+_COUNT = r"(\d{1,15})"  # enough for every limit, and short enough for int()
+_MTP = re.compile(rf"mtp:{_COUNT}(?::{_COUNT})?")
+_DRAFT = re.compile(rf"draft:{_COUNT}x{_COUNT}x{_COUNT}x{_COUNT}")
 
 
 def parse_backend(text: str | None) -> pk.MTPBackend | pk.DraftFullBackend | None:
@@ -54,7 +55,7 @@ def parse_capacity(
     """
     if text == "auto":
         return pk.AutoCapacity(HEADROOM_BYTES if headroom_bytes is None else headroom_bytes, min_tokens)
-    if not text.isdecimal():
+    if not re.fullmatch(_COUNT, text):
         raise pk.ConfigError("--capacity", expected="auto, or a count of tokens", got=repr(text),
                              remedy="pass auto or a number", clause="C5.2")
     if headroom_bytes is not None or min_tokens is not None:

@@ -31,7 +31,6 @@ from pagedkv.tools.tokenizer import TextStream, Tokenizer
 Say = Callable[[str], None]
 
 
-
 @dataclass
 class _Request:
     """One prompt on its way; written by `_Runner` alone.
@@ -217,6 +216,14 @@ def _store_config(
             got=f"{max_context}",
             remedy="lower max_context",
             clause="C5.1",
+        )
+    if max_new_tokens >= max_context:
+        _refuse(
+            "max_new_tokens",
+            expected=f"at most {max_context - 1}, which leaves max_context = {max_context} room for a prompt",
+            got=f"{max_new_tokens}",
+            remedy="lower max_new_tokens or raise max_context",
+            clause="C9.2",
         )
     for request in requests:
         tokens = len(request.ids)

@@ -63,7 +63,14 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of plain text; control tokens in it are ordinary letters."""
+        """Return the ids of plain text; control tokens in it are ordinary letters.
+
+        Raises:
+            MisuseError: lone surrogates, which Python puts in place of bytes that are no UTF-8.
+        """
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise MisuseError("a text", expected="characters that UTF-8 can write", got=repr(text)[:80],
+                              remedy="decode it from UTF-8 first", clause="C1.2")
         ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return [self._vocabulary.bos_id, *ids] if self._vocabulary.adds_bos else ids
 

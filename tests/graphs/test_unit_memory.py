@@ -10,7 +10,7 @@ import pytest
 import pagedkv as pk
 from pagedkv.devices.cpu import CpuDevice
 from pagedkv.graphs import DecodeLoop, GraphCache, Model
-from pagedkv.graphs.key import Route, key_for
+from pagedkv.graphs.key import key_for
 from tests.toy_model import ToyModel
 
 GEOMETRY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
@@ -33,7 +33,7 @@ class Nothing:
 def capture_all(store: pk.Store, model: Model) -> GraphCache:
     """Capture every shape that a loop over this store can ask for."""
     cache = GraphCache(store, model)
-    shapes: list[tuple[Route, int, int]] = [("decode", 1, 1), ("decode", 2, 1), ("decode", 3, 1)]
+    shapes: list[tuple[pk.Route, int, int]] = [("decode", 1, 1), ("decode", 2, 1), ("decode", 3, 1)]
     shapes += [("prefill", 1, 16), ("prefill", 1, 32), ("prefill", 1, 64)]
     for route, batch, width in shapes:
         cache.unit(key_for(store.config, unit=route, route=route, batch=batch, width=width))
@@ -90,7 +90,7 @@ def test_all_graphs_captured_take_what_was_planned() -> None:
     [("decode", 1, 2, "decode_columns_max"), ("decode", 4, 1, "max_concurrency"),
      ("prefill", 1, 65, "prefill_columns_max")],
 )  # fmt: skip
-def test_a_unit_wider_than_planned_is_refused(route: Route, batch: int, width: int, option: str) -> None:
+def test_a_unit_wider_than_planned_is_refused(route: pk.Route, batch: int, width: int, option: str) -> None:
     """Nothing is allocated beyond the plan; the message names the option.  (C5.4)"""
     with pk.open_store(config_of(pk.ExplicitCapacity(1920)), device="cpu") as store:
         cache = GraphCache(store, Nothing())

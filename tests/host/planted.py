@@ -69,7 +69,7 @@ IN_MAPPING = (
         "self._require_positions(batch, pool, entry)", "pass",
     ),
     Planted(
-        "no unit is ever beyond its ceiling", AddressSpaces, "exceeds_ceiling",
+        "no unit is ever beyond its ceiling", AddressSpaces, "has_row_beyond_ceiling",
         "self._crossing.tobytes() != self._none_crossing", "False",
     ),
     Planted(

@@ -97,6 +97,12 @@ def the_free_count_drifted(ledgers: StoreLedgers) -> None:
     ledgers.spaces["main"].pool.free_runs.id_count += 1
 
 
+def a_free_page_is_pinned(ledgers: StoreLedgers) -> None:
+    pool = ledgers.spaces["main"].pool
+    pool.pins[np.flatnonzero(pool.serials == 0)[0]] = 1
+    pool.pins_total += 1
+
+
 def two_pages_share(column: str) -> Corruption:
     def corrupt(ledgers: StoreLedgers) -> None:
         spaces = ledgers.spaces["main"]
@@ -178,6 +184,8 @@ BROKEN: list[tuple[str, str, Corruption]] = [
     ("check_4_occupancy", "serials and held ids", set_in("main", "pool", "serials", 0, 0)),
     ("check_4_occupancy", "both free and held", a_held_id_is_free),
     ("check_4_occupancy", "free count drifted", the_free_count_drifted),
+    ("check_4_occupancy", "1 pins counted, 0 on pages", add_to_counter("pins_total", 1)),
+    ("check_4_occupancy", "a free page is pinned", a_free_page_is_pinned),
     ("check_5_identities_are_independent", "share a serial", two_pages_share("serial")),
     ("check_5_identities_are_independent", "share a content epoch", two_pages_share("content")),
     ("check_5_identities_are_independent", "without a replica", set_in("main", "pages", "device", 0, -1)),

@@ -364,6 +364,8 @@ def test_a_shape_out_of_range_is_refused(changes: dict[str, Any], named: str) ->
     ({"workspace": np.zeros(4224, np.int8)}, "workspace was refused"),
     ({"scale": float("nan")}, "scale was refused"),
     ({"scale": float("inf")}, "scale was refused"),
+    ({"scale": 3e38}, "scale was refused"),
+    ({"scale": 10**400}, "scale was refused"),
     ({"scale": True}, "scale was refused"),
     ({"route": "prefil"}, "route was refused"),
     ({"route": "prefill", "workspace": None, "out": "q"}, "share no byte"),

@@ -256,6 +256,8 @@ def test_run_in_chat_form_answers_and_stops(capsys: pytest.CaptureFixture[str]) 
         ({"prompts": [""]}, "prompt 1 was refused: expected 1 to 96 tokens"),
         ({"prompts": ["ok", "word " * 200]}, "prompt 2 was refused"),
         ({"prompts": ["ok"], "profile": "int3"}, "int3"),
+        ({"prompts": ["ok"], "max_new_tokens": 128}, "max_new_tokens was refused: expected at most 127"),
+        ({"prompts": ["a\udcffb"]}, "characters that UTF-8 can write"),
     ],
 )
 def test_run_refuses_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:

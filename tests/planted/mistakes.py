@@ -113,7 +113,7 @@ IN_STAGING = (
         "the loop rewrites its selectors while the replay may still read them",
         (
             (DecodeLoop, "_run", "self.store.wait(unit)", "self.store._completed.add(unit.number)"),
-            (ControlBuffers, "read_next_tokens", "self._device.readable(self.egress_host)", "self.egress_host"),
+            (ControlBuffers, "read_next_tokens", "self._device.readable(self.egress_host)", "(self.egress_host & 255)"),
         ),
         scenes.decode_in_a_loop, r"graph of \d+ nodes, operation \d+ of stream 0", r"'ingress host B=\d W=\d+'",
     ),

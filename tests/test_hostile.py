@@ -1,0 +1,422 @@
+"""What a careless embedder does through public names: every refusal is ours, and nothing changed by it.
+
+Tests of one owner stand with that owner; here is what crosses several: handles, units, loops, copies, closing.
+
+Read next: `test_store.py`, `graphs/test_decode_loop.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pagedkv as pk
+from pagedkv.devices import CpuDevice
+from pagedkv.graphs import CapturedUnit, DecodeLoop, GraphKey, Unit
+from tests.host.builders import refused
+from tests.toy_model import ToyModel
+
+GEOMETRY = pk.KVGeometry(layers=2, query_heads=2, kv_heads=1, head_dim=64)
+CONFIG = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=256, max_concurrency=2,
+                        kv_capacity=pk.ExplicitCapacity(512))
+KEY = GraphKey("decode", "decode", 1, 1, is_masked=True, profile="bf16", geometry=GEOMETRY, max_context=256,
+               scale=0.125)
+CRASH = """
+extern "C" __global__ void crash(int* target) { target[1 << 28] = 1; }
+"""
+NO_HANDLES: tuple[Any, ...] = (None, 5, "x", [], pk.Refusal("rows", 1, 0, forever=False))
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[pk.Store]:
+    """Open the small store on the cpu device and check it at the end."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        yield store
+        store.check()
+
+
+class Meddler:
+    """A model that does something of its own before and after the work of another."""
+
+    def __init__(self, inner: ToyModel, before: Callable[[Unit], None] | None = None,
+                 after: Callable[[Unit], None] | None = None) -> None:
+        self.inner, self.before, self.after = inner, before, after
+
+    def enqueue(self, unit: Unit) -> None:
+        """Enqueue it all."""
+        if self.before:
+            self.before(unit)
+        self.inner.enqueue(unit)
+        if self.after:
+            self.after(unit)
+
+
+def write_no_token(next_tokens: Any) -> None:
+    """Leave what is no id."""
+    next_tokens[...] = -1
+
+
+def fail_beyond_position_11(valid_columns: Any, first_positions: Any) -> None:
+    """Raise on the stream, at a replay only."""
+    if (valid_columns > 0).any() and first_positions.max() > 11:
+        raise LookupError("no such position")
+
+
+@pytest.mark.parametrize("handle", NO_HANDLES, ids=repr)
+@pytest.mark.parametrize("name", ["finish", "abort", "committed_tokens", "budget_tokens", "page_ids"])
+def test_what_is_no_sequence_is_refused(name: str, handle: Any) -> None:
+    """C10.1: the answer of try_activate may be a Refusal."""
+    with opened() as store, refused(pk.MisuseError, "C10.1", store._ledgers):
+        getattr(store, name)(handle)
+
+
+@pytest.mark.parametrize(("row", "serial"), [(True, 1), ("0", 1), (0.0, 1), (np.int64(0), 1), (-1, 1), (0, None)])
+def test_a_forged_handle_is_stale(row: Any, serial: Any) -> None:
+    """C10.1: only plain integers name a row; a NumPy row would poison the free rows."""
+    with opened() as store:
+        own = store.activate(prompt_tokens=4, output_tokens=0)
+        with refused(pk.StaleHandle, "C10.1", store._ledgers):
+            store.finish(pk.Sequence(own.store_id, row, serial))
+
+
+def test_a_handle_of_another_process_is_stale() -> None:
+    """C10.1: both processes number their stores from 1, after a fork too."""
+    with opened() as store:
+        own = store.activate(prompt_tokens=4, output_tokens=0)
+
+        assert own.store_id >> 32 == os.getpid()
+        with refused(pk.StaleHandle, "C10.1", store._ledgers):
+            store.finish(pk.Sequence(own.store_id & 0xFFFFFFFF, own.row, own.serial))
+
+
+def test_batches_and_units_are_what_the_store_made() -> None:
+    """C11.3, C12.3: no list, no handle, and none of another store in their place."""
+    with opened() as store:
+        sequence = store.activate(prompt_tokens=4, output_tokens=0)
+        strangers: tuple[Any, ...] = (sequence, [sequence], None, 5)
+        for wrong in (sequence, None, 5):
+            with refused(pk.MisuseError, "C11.3", store._ledgers):
+                store.batch(wrong)  # type: ignore[arg-type]
+        for stranger in strangers:
+            with refused(pk.MisuseError, "C11.3", store._ledgers):
+                store.begin_unit(stranger, 1)
+            for name in ("submit", "wait", "commit", "fail"):
+                with refused(pk.MisuseError, "C12.3", store._ledgers):
+                    getattr(store, name)(stranger)
+        with refused(pk.MisuseError, "C3.3", store._ledgers):
+            store.committed_tokens(sequence, [])  # type: ignore[arg-type]
+        with refused(pk.MisuseError, "C10.9", store._ledgers):
+            store.can_honour((4, 0))  # type: ignore[arg-type]
+        with refused(pk.MisuseError, "C15.1", store._ledgers):
+            store.launch_graph(None)  # type: ignore[arg-type]
+
+
+def test_what_a_unit_shows_cannot_be_written() -> None:
+    """C12.1: rows, positions and counts of a unit in flight are the ledgers' own."""
+    with opened() as store:
+        batch = store.batch([store.activate(prompt_tokens=4, output_tokens=0)])
+        unit = store.begin_unit(batch, [3])
+        shown = (batch.rows, unit.rows, unit.columns["main"], unit.written["main"].span, unit.first_positions["main"])
+        for array in shown:
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
+        store.fail(unit)
+
+
+def test_work_submitted_after_a_completion_is_waited_for() -> None:
+    """C12.3: a second submit takes the completion back."""
+    with opened() as store:
+        unit = store.begin_unit(store.batch([store.activate(prompt_tokens=4, output_tokens=0)]), 4)
+        store.wait(unit)
+        store.submit(unit)
+
+        with refused(pk.MisuseError, "C12.3", store._ledgers):
+            store.commit(unit)
+        store.wait(unit)
+        store.commit(unit)
+        assert store.poll() == []
+
+
+def test_mapping_under_capture_is_refused_before_anything_is_mapped() -> None:
+    """C11.2: its publication could not run now."""
+    with opened() as store:
+        sequence = store.activate(prompt_tokens=100, output_tokens=0)
+        batch = store.batch([sequence])
+        store.device.begin_capture(store.stream)
+        with refused(pk.CaptureRefused, "C11.2", store._ledgers):
+            store.begin_unit(batch, 4)
+        with refused(pk.CaptureRefused, "C11.2", store._ledgers):
+            store.ensure_mapped_to_tokens(sequence, 4)
+        store.device.abort_capture(store.stream)
+
+
+def test_a_store_is_neither_copied_nor_pickled() -> None:
+    """C1.1: a shallow copy would share ledgers and forget the latch."""
+    with opened() as store:
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(pk.MisuseError, match="a copy of a store"):
+                duplicate(store)
+
+
+def test_a_configuration_crosses_a_process_boundary() -> None:
+    """C4.1: its profile is the one of the set again, so automatic capacity resolves."""
+    config = pk.StoreConfig(GEOMETRY, profile="k8v4", max_context=256, max_concurrency=2, kv_capacity=pk.AutoCapacity())
+    for twin in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert twin.profile is pk.PROFILES["k8v4"]
+        assert pk.plan(twin, 1 << 40) == pk.plan(config, 1 << 40)
+
+
+def test_leaving_a_store_does_not_hide_the_first_error() -> None:
+    """C12.4: what closing says is a note on it."""
+    store = pk.open_store(CONFIG, device="cpu")
+    store.device.begin_capture(store.stream)
+    first = KeyError("first")
+    store.__exit__(KeyError, first, None)
+
+    assert "capture" in first.__notes__[0]
+    store.device.abort_capture(store.stream)
+    store.close()
+
+
+def launch_a_crash(store: pk.Store) -> None:
+    """Launch a kernel that will fail; a deferred device says so when something waits for it."""
+    module = store.device.load(pk.ModuleSpec("crash", text=CRASH, kernels=("crash",)))
+    module.kernel("crash").launch((1, 1, 1), (1, 1, 1), [store.device.zeros((4,), np.int32)], store.stream)
+
+
+def test_a_fault_that_closing_meets_is_raised_and_kept() -> None:
+    """C12.4: the store is closed all the same, and closing again is harmless."""
+    store = pk.open_store(CONFIG, device=CpuDevice(mode="deferred"))
+    launch_a_crash(store)
+    with pytest.raises(pk.DeviceFault, match="crash") as caught:
+        store.close()
+
+    assert store.evidence is caught.value
+    store.close()
+    with pytest.raises(pk.MisuseError, match="a closed one"):
+        store.poll()
+
+
+def test_every_call_that_meets_a_fault_latches_the_store() -> None:
+    """C12.4: a check and a warm-up, not only a wait."""
+    for is_check in (True, False):
+        with pk.open_store(CONFIG, device=CpuDevice(mode="deferred")) as store:
+            model = ToyModel(store)
+            launch_a_crash(store)
+            with pytest.raises(pk.DeviceFault, match="crash") as caught:
+                store.check() if is_check else CapturedUnit(store, model, KEY)
+
+            assert store.evidence is caught.value
+
+
+def test_a_store_closes_after_its_device() -> None:
+    """C12.4: the wrong order is said once."""
+    device = pk.open_device("cpu")
+    store = pk.open_store(CONFIG, device=device)
+    device.close()
+    with pytest.raises(pk.MisuseError, match="closed device"):
+        store.close()
+
+    store.close()
+
+
+@pytest.mark.parametrize("device", [None, 5, [], object()])
+def test_what_is_no_device_is_refused(device: Any) -> None:
+    """C1.1: with the names that would do."""
+    with pytest.raises(pk.MisuseError, match="auto, cpu, cuda or a Device"):
+        pk.open_store(CONFIG, device=device)
+
+
+def test_ledgers_beyond_host_memory_are_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C5.2: explicit capacity measures nothing, so the allocation says it."""
+
+    def lack(config: pk.StoreConfig, store_id: int) -> None:
+        raise MemoryError("Unable to allocate 256. GiB")
+
+    monkeypatch.setattr("pagedkv.store.StoreLedgers", lack)
+    with pytest.raises(pk.CapacityError, match="page descriptors"):
+        pk.open_store(CONFIG, device="cpu")
+
+
+# ---- the loop ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [None, 5, "abc", [True], [-5], [1 << 40], [1 << 70], [[1], [1, 2]], [None]], ids=repr)
+def test_what_is_no_token_id_is_neither_prefilled_nor_a_stop(ids: Any) -> None:
+    """C14.4: 2^40 would wrap to another token, True would be 1, and a text stops nothing."""
+    with opened() as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=4, output_tokens=2)
+        with refused(pk.MisuseError, "C14.4", store._ledgers, loop._progress):
+            loop.prefill(sequence, ids)
+        loop.prefill(sequence, [1, 2, 3, 4])
+        with refused(pk.MisuseError, "C14.4", store._ledgers, loop._progress):
+            loop.step([sequence], stop_tokens=ids)
+
+
+def test_a_refused_step_changes_no_sequence() -> None:
+    """C11.3, C9.4: stop tokens end nothing before every handle was looked at; decode refuses before its first step."""
+    with opened() as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence, stranger = (store.activate(prompt_tokens=4, output_tokens=2) for _ in range(2))
+        loop.prefill(sequence, [1, 2, 3, 4])
+        stops = [loop._progress[sequence].last_token]
+        cases: tuple[tuple[Any, str], ...] = (
+            ([sequence, sequence], "C11.3"), (sequence, "C11.3"), (None, "C11.3"), ([[]], "C11.3"),
+            ([sequence, stranger], "C9.4"),
+        )  # fmt: skip
+        for named, clause in cases:
+            with refused(pk.MisuseError, clause, store._ledgers, loop._progress):
+                loop.step(named, stop_tokens=stops)
+            with refused(pk.MisuseError, clause, store._ledgers, loop._progress):
+                loop.decode(named, stop_tokens=stops)
+
+
+def test_a_prompt_that_fails_half_way_can_be_prefilled_again() -> None:
+    """C9.5, C9.10: the model raises at the second shape; the frontier is back where it was."""
+    with opened() as store:
+        model = ToyModel(store)
+        prompt = list(range(140))
+
+        def refuse_16(unit: Unit) -> None:
+            if unit.width == 16:
+                raise RuntimeError("out of ideas")
+
+        meddler = Meddler(model, before=refuse_16)
+        loop = DecodeLoop(store, meddler)
+        sequence = store.activate(prompt_tokens=140, output_tokens=3)
+        with pytest.raises(RuntimeError, match="out of ideas"):
+            loop.prefill(sequence, prompt)
+
+        assert store.committed_tokens(sequence) == 0
+        meddler.before = None
+        loop.prefill(sequence, prompt)
+        texts = [tokens[sequence] for tokens in loop.decode([sequence])]
+        store.finish(sequence)
+        fresh = store.activate(prompt_tokens=140, output_tokens=3)
+        reference = DecodeLoop(store, model)
+        reference.prefill(fresh, prompt)
+        assert texts == [tokens[fresh] for tokens in reference.decode([fresh])]
+
+
+@pytest.mark.parametrize("mode", ["eager", "deferred"])
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_a_call_that_raises_at_a_replay_moves_nothing(use_graphs: bool, mode: str) -> None:
+    """C9.5: the error is the model's own; its step may be made again."""
+    with pk.open_store(CONFIG, device=CpuDevice(mode=mode)) as store:
+        meddler = Meddler(ToyModel(store), after=lambda unit: unit.call(
+            fail_beyond_position_11, unit.valid_columns, unit.first_positions))
+        loop = DecodeLoop(store, meddler, use_graphs=use_graphs)
+        sequence = store.activate(prompt_tokens=10, output_tokens=6)
+        loop.prefill(sequence, range(10))
+        loop.step([sequence])
+        loop.step([sequence])
+        for _ in range(2):
+            with pytest.raises(LookupError, match="no such position"):
+                loop.step([sequence])
+
+        assert store.committed_tokens(sequence) == 12
+
+
+def test_a_negative_sample_is_refused_and_not_committed() -> None:
+    """C14.4: a model that leaves next_tokens alone is told so."""
+    with opened() as store:
+        loop = DecodeLoop(store, Meddler(ToyModel(store), after=lambda unit: unit.call(
+            write_no_token, unit.next_tokens)))
+        sequence = store.activate(prompt_tokens=4, output_tokens=2)
+        with refused(pk.MisuseError, "C14.4", loop._progress, match="next_tokens"):
+            loop.prefill(sequence, [1, 2, 3, 4])
+
+        assert store.committed_tokens(sequence) == 0
+
+
+def test_an_interrupted_commit_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C9.5: an interrupt after the frontier moved and before the row thawed; the step may be made again."""
+    with opened() as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=4, output_tokens=4)
+        loop.prefill(sequence, [1, 2, 3, 4])
+
+        def interrupt(unit: pk.SubmittedUnit) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store._ledgers, "_end", interrupt)
+            patch.setattr(store._ledgers, "fail_unit", store._ledgers.guard.end)
+            with pytest.raises(KeyboardInterrupt):
+                loop.step([sequence])
+
+        assert store.committed_tokens(sequence) == 4
+        store.check()
+        assert len(loop.step([sequence])[sequence]) == 2
+
+
+@pytest.mark.parametrize("meddling", [
+    lambda unit: unit.attend(2, None, None, None, None),
+    lambda unit: unit.attend(-1, None, None, None, None),
+    lambda unit: unit.attend(True, None, None, None, None),
+    lambda unit: unit.attend(0, None, None, None, None, pool="mtp"),
+    lambda unit: unit.empty(5, np.int32),
+    lambda unit: unit.empty((1,), "zz"),
+    lambda unit: unit.launch(None, (1, 1, 1), (1, 1, 1), ()),
+])  # fmt: skip
+def test_what_a_model_asks_wrongly_is_refused_at_its_first_enqueue(meddling: Callable[[Unit], None]) -> None:
+    """C14.1, C15.1: layer -1 would be the last one; nothing is allocated and no frontier moves."""
+    with opened() as store:
+        loop = DecodeLoop(store, Meddler(ToyModel(store), before=meddling))
+        sequence = store.activate(prompt_tokens=4, output_tokens=2)
+        with pytest.raises(pk.MisuseError):
+            loop.prefill(sequence, [1, 2, 3, 4])
+
+        assert (store.committed_tokens(sequence), store.graph_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("changed", [
+    {"batch": True}, {"batch": "1"}, {"batch": 0}, {"batch": 1.5}, {"width": 0}, {"route": "x"}, {"profile": "k8v4"},
+    {"max_context": 64}, {"geometry": pk.KVGeometry(1, 1, 1, 64)}, {"scale": None}, {"scale": float("nan")},
+], ids=repr)  # fmt: skip
+def test_a_key_that_is_no_shape_of_the_store_is_refused(changed: dict[str, Any]) -> None:
+    """C15.2: a captured unit is what its key says."""
+    with opened() as store:
+        model = ToyModel(store)
+        assert CapturedUnit(store, model, KEY).graph is not None
+        with pytest.raises(pk.MisuseError):
+            CapturedUnit(store, model, dataclasses.replace(KEY, **changed))
+
+
+def test_a_loop_is_built_of_a_store_and_a_model() -> None:
+    """C15: anything else is said at construction, not at the first prefill."""
+    with opened() as store:
+        for wrong in ((None, ToyModel(store)), (store, None), (store, object())):
+            with pytest.raises(pk.MisuseError, match="a decode loop"):
+                DecodeLoop(*wrong)
+
+
+@pytest.mark.parametrize("ask", [
+    lambda: pk.plan(None, 1),  # type: ignore[arg-type]
+    lambda: pk.plan(CONFIG, 1 << 40, total_bytes=-1),
+    lambda: pk.plan(CONFIG, 1 << 40, cache_bytes="x"),  # type: ignore[arg-type]
+    lambda: pk.control_words(batch="1", width=1),  # type: ignore[arg-type]
+    lambda: pk.control_words(batch=0, width=1),
+    lambda: pk.clause(5),  # type: ignore[arg-type]
+])  # fmt: skip
+def test_values_of_another_kind_are_refused(ask: Callable[[], object]) -> None:
+    """C5.3, C15.1, C0: functions of plain values."""
+    with pytest.raises(pk.MisuseError):
+        ask()
+
+
+def test_a_plan_never_takes_more_pages_than_ids() -> None:
+    """C3.6: page ids are int32, however much memory there is."""
+    config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=1 << 30, max_concurrency=4096,
+                            kv_capacity=pk.AutoCapacity())
+
+    assert pk.plan(config, 1 << 60).pages == 1 << 30
