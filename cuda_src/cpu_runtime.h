@@ -485,34 +485,7 @@ PK_ATOMIC(atomicDec, unsigned int, (old == 0u || old > value) ? value : old - 1u
 // ---------------------------------------------------------------------------------------------------------
 // Export: an entry that unpacks 8-byte argument slots, and a zero-terminated signature for the host.
 
-enum : uint32_t {
-    PK_KIND_POINTER = 1,   // to something the kernel may write
-    PK_KIND_CONST_POINTER, // to something the kernel only reads
-    PK_KIND_SIGNED,
-    PK_KIND_UNSIGNED,
-    PK_KIND_FLOAT,
-    PK_KIND_BOOL,
-};
-
-template <class T> struct pk_kind;
-template <class T> struct pk_kind<T*> { static constexpr uint32_t value = PK_KIND_POINTER; };
-template <class T> struct pk_kind<const T*> { static constexpr uint32_t value = PK_KIND_CONST_POINTER; };
-#define PK_KIND(type, kind) template <> struct pk_kind<type> { static constexpr uint32_t value = kind; };
-PK_KIND(bool, PK_KIND_BOOL)
-PK_KIND(char, PK_KIND_SIGNED)
-PK_KIND(signed char, PK_KIND_SIGNED)
-PK_KIND(unsigned char, PK_KIND_UNSIGNED)
-PK_KIND(short, PK_KIND_SIGNED)
-PK_KIND(unsigned short, PK_KIND_UNSIGNED)
-PK_KIND(int, PK_KIND_SIGNED)
-PK_KIND(unsigned int, PK_KIND_UNSIGNED)
-PK_KIND(long, PK_KIND_SIGNED)
-PK_KIND(unsigned long, PK_KIND_UNSIGNED)
-PK_KIND(long long, PK_KIND_SIGNED)
-PK_KIND(unsigned long long, PK_KIND_UNSIGNED)
-PK_KIND(float, PK_KIND_FLOAT)
-PK_KIND(double, PK_KIND_FLOAT)
-#undef PK_KIND
+#include "signature.cuh"
 
 template <int... I> struct pk_indices {};
 template <int N, int... I> struct pk_count_to : pk_count_to<N - 1, N - 1, I...> {};
@@ -538,19 +511,11 @@ static inline __attribute__((always_inline)) void pk_call(void (*kernel)(A...), 
     pk_call_indexed(kernel, slots, typename pk_count_to<static_cast<int>(sizeof...(A))>::type());
 }
 
-template <class F> struct pk_signature;
-template <class... A>
-struct pk_signature<void (*)(A...)> {
-    static const uint32_t* words() {
-        static const uint32_t list[] = {(pk_kind<A>::value | static_cast<uint32_t>(sizeof(A)) << 8)..., 0u};
-        return list;
-    }
-};
-
 #define PK_EXPORT(kernel)                                                                                       \
     extern "C" __attribute__((visibility("default"), used)) void pk_entry_##kernel(const uint64_t* slots) {    \
         pk_call(&kernel, slots);                                                                                \
     }                                                                                                           \
     extern "C" __attribute__((visibility("default"), used)) const uint32_t* pk_signature_##kernel() {          \
-        return pk_signature<decltype(&kernel)>::words();                                                        \
+        static const pk_signature<decltype(&kernel)> signature = {};                                           \
+        return signature.words;                                                                                 \
     }

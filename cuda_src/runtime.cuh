@@ -3,7 +3,7 @@
 // A source is compiled twice: by NVRTC for a GPU, and by the system C++ compiler for the cpu device, where
 // every CUDA thread is a fiber (cpu_runtime.h).  This file gives both the same few words beyond CUDA C++:
 //
-//   PK_EXPORT(kernel)               names a kernel that the host may launch (cpu: entry point and signature)
+//   PK_EXPORT(kernel)               names a kernel that the host may launch (its signature; cpu: an entry point too)
 //   PK_SHARED(type, name, count)    `type* name`: block-shared, 16-byte aligned (cpu: guard page behind it)
 //   pk_warp_max / pk_warp_sum       all 32 lanes; the xor tree 16, 8, 4, 2, 1: v = op(v, shfl_xor(v, s))
 //   pk_warp_max_n / pk_warp_sum_n   the same tree for each of N values (cpu: one rendezvous for all N)
@@ -31,7 +31,9 @@ typedef unsigned long long uintptr_t;
 #include <stdint.h>
 #endif
 
-#define PK_EXPORT(kernel)
+#include "signature.cuh"
+
+#define PK_EXPORT(kernel) extern "C" __device__ pk_signature<decltype(&kernel)> pk_signature_##kernel = {};
 
 #define PK_SHARED(type, name, count)                                     \
     __shared__ __align__(16) unsigned char name##_bytes[(count) * sizeof(type)]; \

@@ -6,6 +6,7 @@
                                                                                 causal_attention_{decode,merge,prefill}
     page_moves        page_moves.cu                    -                        zero_pages, pack_pages, unpack_pages,
                                                                                 bf16_from_f32, f32_from_bf16
+    linear            linear.cu                        -                        linear_rows (the model runner's)
 
 Everything else (group size, page order, strides, counts) is a run-time argument, so that one module serves every
 geometry of a profile.  A shape outside the shipped set compiles on demand.
@@ -46,6 +47,11 @@ def page_moves_module() -> ModuleSpec:
     return ModuleSpec(name="page_moves", sources=("page_moves.cu",), defines=())
 
 
+def linear_module() -> ModuleSpec:
+    """Return the module of the model runner's matrix product."""
+    return ModuleSpec(name="linear", sources=("linear.cu",), defines=())
+
+
 def shipped_modules() -> tuple[ModuleSpec, ...]:
     """Return the modules that are checked on every architecture: D 64, 128, 256 everywhere, more for bf16."""
     return (
@@ -55,4 +61,5 @@ def shipped_modules() -> tuple[ModuleSpec, ...]:
             for head_dim in (HEAD_DIMS_QUANTIZED if profile.is_quantized else SHIPPED_HEAD_DIMS_BF16)
         ),
         page_moves_module(),
+        linear_module(),
     )

@@ -31,6 +31,10 @@ import pagedkv as pk
 from pagedkv import devices
 from pagedkv.devices.cpu import CpuDevice
 from pagedkv.devices.cpu_deferred import SCHEDULES
+from pagedkv.devices.cuda import CudaDevice
+from pagedkv.devices.cuda_runtime import CudaRuntime
+from tests.cuda.fake_cupy import FakeCupy
+from tests.kernels.cpu_helpers import cpu_device
 
 SEED_DEFAULT = 20_480
 DEFERRED_SEEDS = 3
@@ -117,13 +121,29 @@ def rng(request: pytest.FixtureRequest, seed: int) -> np.random.Generator:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest, device_mode: int | None) -> Iterator[pk.Device]:
-    """Each device in turn; skipped only where the machine has no such device."""
-    try:
-        opened = pk.open_device(request.param)
-    except pk.MissingRequirement as missing:
-        if request.param == "cpu":
-            raise  # the cpu device needs a compiler, which the `cpu` extra brings: its absence is a failure
-        pytest.skip(f"no {request.param} device: {missing.got}")
+    """Each device in turn; without a GPU, the cuda device on a CuPy that has none (`tests/cuda/fake_cupy.py`)."""
+    if request.param == "cpu":
+        opened = pk.open_device("cpu")  # needs a compiler, which the `cpu` extra brings: its absence is a failure
+    else:
+        try:
+            opened = pk.open_device("cuda")
+        except pk.MissingRequirement:
+            opened = request.getfixturevalue("fake_device")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def machine() -> Iterator[FakeCupy]:
+    """The machine below `fake_device`."""
+    with cpu_device() as below:
+        yield FakeCupy(below)
+
+
+@pytest.fixture
+def fake_device(machine: FakeCupy) -> Iterator[CudaDevice]:
+    """The product's cuda device on a CuPy that has no GPU."""
+    opened = CudaDevice(runtime=CudaRuntime(machine), announce=lambda line: None)
     yield opened
     opened.close()
 

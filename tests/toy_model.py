@@ -50,7 +50,7 @@ class ToyModel:
 
 def toy_start(tokens: Any, first_positions: Any, state: Any) -> None:
     """state (B, W) int64 = a hash of token and position."""
-    positions = first_positions[:, None] + np.arange(tokens.shape[1])
+    positions = first_positions[:, None] + np.arange(tokens.shape[1], like=tokens)
     state[...] = tokens.astype(np.int64) * 7919 + positions * 104729
 
 
@@ -65,7 +65,7 @@ def toy_project(state: Any, layer: int, q_table: Any, k_table: Any, v_table: Any
 def toy_mix(out: Any, state: Any) -> None:
     """Fold the bits of an attention output (B, W, Hq, D) into the state."""
     bits = out.reshape(*out.shape[:2], -1).astype(np.int64)
-    weights = np.arange(bits.shape[-1]) * 2 + 1
+    weights = np.arange(bits.shape[-1], like=bits) * 2 + 1
     state[...] = (state * 1_000_003 + (bits * weights).sum(axis=-1)) % 2_147_483_647
 
 

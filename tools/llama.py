@@ -22,14 +22,16 @@ check covers: the sum of a norm (NumPy's pairwise order depends on the row lengt
     q, k, v, out             :  (3, 5, heads, D) BF16 as uint16, exactly the columns
 
 Functions passed to `unit.call` are module-level and take all they use as arguments.  On `cuda` the same functions
-run on CuPy arrays, and only the linear function differs: it is the `linear` argument of `LlamaModel`.
+run on CuPy arrays (so what they make from a shape is made `like=` an argument, and nothing is read back), and only the
+linear function differs, because CuPy's products cannot be captured: `KernelLinear` is a kernel of ours whose rows are
+independent by construction.  It runs on `cpu` too, slowly.
 
 Read next: `run.py`, which drives it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -77,12 +79,21 @@ class RunnerUnit(Protocol):
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run `function(*arguments)` in stream order, at every replay."""
 
+    def launch(
+        self, kernel: pk.Kernel, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Sequence[Any]
+    ) -> None:
+        """Launch a kernel in stream order, at every replay."""
+
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """Return a buffer of this unit's shape; the same one at the same place of every enqueue."""
 
 
 class RunnerDevice(Protocol):
     """What the runner uses of a device, to place its weights; `pk.Device` has it."""
+
+    @property
+    def name(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
 
     def stream(self) -> Any:
         """Make a stream."""
@@ -107,6 +118,55 @@ def numpy_linear(unit: RunnerUnit, x: Array, weight: Array, out: Array) -> None:
         out: (R, N) float32, C-contiguous.
     """
     unit.call(multiply_blocks, x, weight, out)
+
+
+class KernelLinear:
+    """Enqueues out = x @ weight.T by a kernel of ours: any row count, on any device, each row by itself.  (C14.6)
+
+    Args:
+        device: where the units will run; compiles the kernel.
+    """
+
+    SPEC = pk.ModuleSpec("linear", sources=("linear.cu",))
+    ROWS = 16  # rows and columns of a block, in cuda_src/linear.cu; a test compares them
+    COLUMNS = 4
+
+    def __init__(self, device: pk.Device) -> None:
+        self._kernel = device.load(self.SPEC).kernel("linear_rows")
+
+    def __call__(self, unit: RunnerUnit, x: Array, weight: Array, out: Array) -> None:
+        """Enqueue one product: x (R, K), weight (N, K), out (R, N), all float32 and C-contiguous.
+
+        Raises:
+            MisuseError: another dtype, layout or shape.
+        """
+        rows, depth = x.shape
+        columns = weight.shape[0]
+        if weight.shape != (columns, depth) or out.shape != (rows, columns) or not rows * columns * depth:
+            raise pk.MisuseError(
+                "a product of the model",
+                expected="x (R, K), weight (N, K) and out (R, N), none empty",
+                got=f"{x.shape}, {weight.shape} and {out.shape}",
+                remedy="pass the weight as it is stored, one row per output",
+                clause="C14.4",
+            )
+        for name, array in (("x", x), ("weight", weight), ("out", out)):
+            if array.dtype != np.float32 or not array.flags.c_contiguous:
+                raise pk.MisuseError(
+                    f"{name} of a product of the model",
+                    expected="C-contiguous float32",
+                    got=f"{array.dtype} with strides {array.strides}",
+                    remedy="pass whole rows of float32",
+                    clause="C14.4",
+                )
+        grid = (-(-columns // self.COLUMNS), -(-rows // self.ROWS), 1)
+        sizes = (np.int32(rows), np.int32(columns), np.int32(depth))
+        unit.launch(self._kernel, grid, (32 * self.COLUMNS, 1, 1), (x, weight, out, *sizes))
+
+
+def linear_for(device: pk.Device) -> Linear:
+    """Return the linear function of a device: NumPy's on `cpu`, our kernel where library products are refused."""
+    return numpy_linear if device.name == "cpu" else KernelLinear(device)
 
 
 class LlamaModel:
@@ -136,7 +196,7 @@ class LlamaModel:
             weights: from `load_model`.
             device: where the units will run; what `unit.call` takes lies in its memory.
             max_context: positions to prepare, in tokens; at least 1.
-            linear: enqueues a product of 16-row blocks; NumPy's by default.
+            linear: enqueues a product of 16-row blocks; NumPy's by default, which runs on `cpu` only (`linear_for`).
             keep_logits: compute the logits of every column of every unit and keep them readable through `logits`;
                 for quality measurements, 3 MB a block.
         Raises:
@@ -159,6 +219,7 @@ class LlamaModel:
 
         self._weights = map_tensors(weights, place)
         self._linear = linear
+        self._checks_tokens = device.name == "cpu"  # a captured function cannot look at a value and raise
         self._cosines, self._sines = (place(table) for table in rotation_tables(self.config, max_context))
         stream.synchronize()
         self._logits: dict[tuple[str, int, int], Array] | None = {} if keep_logits else None
@@ -201,6 +262,8 @@ class LlamaModel:
 
         positions = (unit.first_positions, unit.valid_columns)
         unit.call(gather_rotations, *positions, self._cosines, self._sines, column_cosines, column_sines)
+        if self._checks_tokens:
+            unit.call(check_tokens, unit.tokens, unit.valid_columns, np.int32(config.vocabulary))
         unit.call(embed_tokens, unit.tokens, unit.valid_columns, weights.embedding, residual)
         for index, layer in enumerate(weights.layers):
             unit.call(rms_norm, residual, layer.attention_norm, epsilon, normed)
@@ -292,7 +355,25 @@ def multiply_blocks(x: Float32Array, weight: Float32Array, out: Float32Array) ->
 
 def live_columns(valid_columns: Int32Array, width: int) -> npt.NDArray[np.bool_]:
     """Return which columns are live: (B, W), a prefix of each row."""
-    return np.less(np.arange(width, dtype=np.int32)[None, :], valid_columns[:, None])
+    columns = np.arange(width, dtype=np.int32, like=valid_columns)
+    return np.less(columns[None, :], valid_columns[:, None])
+
+
+def check_tokens(tokens: Int32Array, valid_columns: Int32Array, vocabulary: np.int32) -> None:
+    """Refuse a live column whose token is none.
+
+    Raises:
+        MisuseError: a negative id.
+    """
+    ids = np.where(live_columns(valid_columns, tokens.shape[1]), tokens, 0)
+    if ids.min() < 0:
+        raise pk.MisuseError(
+            "a forward pass",
+            expected=f"token ids in [0, {vocabulary})",
+            got=int(ids.min()),
+            remedy="mark columns without a token as inert through valid_columns",
+            clause="C14.4",
+        )
 
 
 def embed_tokens(
@@ -301,16 +382,7 @@ def embed_tokens(
     """Write the embedding of each live column; inert columns and padding become zero rows."""
     live = live_columns(valid_columns, tokens.shape[1])
     ids = np.where(live, tokens, 0).reshape(-1)
-    if ids.min() < 0:
-        raise pk.MisuseError(
-            "a forward pass",
-            expected=f"token ids in [0, {embedding.shape[0]})",
-            got=int(ids.min()),
-            remedy="mark columns without a token as inert through valid_columns",
-            clause="C14.4",
-        )
-    residual[: ids.size] = embedding[ids]
-    residual[: ids.size][~live.reshape(-1)] = 0.0
+    residual[: ids.size] = np.where(live.reshape(-1, 1), embedding[ids], np.float32(0.0))
     residual[ids.size :] = 0.0
 
 
@@ -336,7 +408,7 @@ def gather_rotations(
         cosines, sines: (max_context, D) float32, from `rotation_tables`.
         column_cosines, column_sines: (B, W, D) float32, written.
     """
-    columns = np.arange(column_cosines.shape[1], dtype=np.int32)
+    columns = np.arange(column_cosines.shape[1], dtype=np.int32, like=first_positions)
     live = live_columns(valid_columns, columns.size)
     positions = np.where(live, first_positions[:, None] + columns[None, :], 0)
     column_cosines[...] = cosines[positions]
@@ -396,9 +468,8 @@ def gate_rows(gate_up: Float32Array, out: Float32Array) -> None:
 def gather_last_rows(rows: Float32Array, valid_columns: Int32Array, width: np.int32, out: Float32Array) -> None:
     """Write the row of each batch entry's last live column; entries without one, and padding, become zero rows."""
     batch = valid_columns.shape[0]
-    last = np.arange(batch) * int(width) + np.maximum(valid_columns, 1) - 1
-    out[:batch] = rows[last]
-    out[:batch][valid_columns == 0] = 0.0
+    last = np.arange(batch, like=valid_columns) * int(width) + np.maximum(valid_columns, 1) - 1
+    out[:batch] = np.where(valid_columns[:, None] == 0, np.float32(0.0), rows[last])
     out[batch:] = 0.0
 
 
@@ -416,7 +487,8 @@ def store_choices(choice: Int32Array, valid_columns: Int32Array, next_tokens: In
 def store_last_choices(choice: Int32Array, valid_columns: Int32Array, next_tokens: Int32Array) -> None:
     """Write the one choice of each row to its last live column, NO_TOKEN elsewhere."""
     B, W = next_tokens.shape
-    is_last = np.equal(np.arange(W, dtype=np.int32)[None, :], valid_columns[:, None] - 1)
+    columns = np.arange(W, dtype=np.int32, like=valid_columns)
+    is_last = np.equal(columns[None, :], valid_columns[:, None] - 1)
     next_tokens[...] = np.where(is_last, choice[:B, None], NO_TOKEN)
 
 

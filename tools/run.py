@@ -24,7 +24,7 @@ import click
 
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
-from pagedkv.tools.llama import LlamaModel
+from pagedkv.tools.llama import LlamaModel, linear_for
 from pagedkv.tools.model_weights import MODEL_NAME, LlamaConfig, load_model
 from pagedkv.tools.tokenizer import TextStream, Tokenizer
 
@@ -97,7 +97,7 @@ def run_prompts(
     )
     with pk.open_store(config, device=device) as store:
         _note(f"device: {store.device.description}")
-        model = LlamaModel(weights, store.device, max_context=max_context)
+        model = LlamaModel(weights, store.device, max_context=max_context, linear=linear_for(store.device))
         _note(f"{MODEL_NAME}: loaded and checked in {time.perf_counter() - started:.1f} s")
         runner = _Runner(store, model, requests, tokenizer, max_new_tokens=max_new_tokens)
         talk = _note if json else click.echo

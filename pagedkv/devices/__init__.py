@@ -2,12 +2,13 @@
 
 `open_device` chooses one and says why.  Importing this package needs neither CuPy nor a compiler.
 
-Read next: `protocol.py`, then `cpu.py`.
+Read next: `protocol.py`, then `cpu.py` and `cuda.py`.
 """
 
 from __future__ import annotations
 
 from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cuda import CudaDevice
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MissingRequirement, MisuseError
 
@@ -15,7 +16,7 @@ NAMES = ("auto", "cpu", "cuda")
 
 
 def open_device(name: str = "auto") -> Device:
-    """Open a device: "cpu", "cuda", or "auto" for the better one that is usable here.
+    """Open a device: "cpu", "cuda", or "auto" for `cuda` where a GPU answers, else `cpu`.
 
     Raises:
         MisuseError: another name.
@@ -23,17 +24,14 @@ def open_device(name: str = "auto") -> Device:
     """
     if name == "cpu":
         return CpuDevice(reason="asked for")
-    if name == "auto":
-        return CpuDevice(reason="chosen because this build has no cuda device")
     if name == "cuda":
-        raise MissingRequirement(
-            "device cuda",
-            expected="a build with the cuda device",
-            got="one without it",
-            remedy="use device 'cpu', which runs the same kernels",
-            clause="C12.4",
-        )
+        return CudaDevice(reason="asked for")
+    if name == "auto":
+        try:
+            return CudaDevice(reason="chosen because it answers")
+        except MissingRequirement as missing:
+            return CpuDevice(reason=f"chosen because there is no cuda device: {missing.got}")
     raise MisuseError("device", expected=f"one of {NAMES}", got=repr(name), remedy="name one of them", clause="C12.4")
 
 
-__all__ = ["CpuDevice", "Device", "open_device"]
+__all__ = ["CpuDevice", "CudaDevice", "Device", "open_device"]

@@ -25,7 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.devices import refusals
 from pagedkv.devices.calls import check_call, freeze_call
+from pagedkv.devices.captures import Capture
 from pagedkv.devices.cpu_compiler import (
     Announce,
     Compiler,
@@ -36,14 +38,13 @@ from pagedkv.devices.cpu_compiler import (
 from pagedkv.devices.cpu_context import CpuContext
 from pagedkv.devices.cpu_deferred import SCHEDULES
 from pagedkv.devices.cpu_graph import CpuGraph
-from pagedkv.devices.cpu_kernels import CpuModule, refuse_load_in_capture
+from pagedkv.devices.cpu_kernels import CpuModule
 from pagedkv.devices.cpu_memory import POISON, address_of, host_memory_bytes
 from pagedkv.devices.cpu_operations import CallOperation, CopyOperation
 from pagedkv.devices.cpu_runtime import ORDERS, load_library
-from pagedkv.devices.cpu_streams import Capture, CpuEvent, CpuStream, own_stream
+from pagedkv.devices.cpu_streams import CpuCapture, CpuEvent, CpuStream, own_stream
 from pagedkv.devices.protocol import ModuleSpec, Shape, Stream
 from pagedkv.devices.sources import has_static_shared, module_text
-from pagedkv.errors import CaptureRefused, MisuseError
 
 THREADS_DEFAULT_MAX = 16  # every OS thread reserves 128 MiB of address space for stacks
 THREADS_MAX = 256
@@ -112,7 +113,7 @@ class CpuDevice:
         self._reason = reason
         self._stream_numbers = itertools.count()
         self._modules: dict[ModuleSpec, CpuModule] = {}
-        self._capture: Capture | None = None
+        self._capture: CpuCapture | None = None
 
     def __repr__(self) -> str:
         return f"<{self.description}>"
@@ -219,7 +220,7 @@ class CpuDevice:
         if spec in self._modules:
             return self._modules[spec]
         if self._capture is not None:
-            raise refuse_load_in_capture(spec.name)
+            raise refusals.load_in_capture(spec.name)
         path = build(
             spec.name,
             module_text(spec),
@@ -243,22 +244,17 @@ class CpuDevice:
         own = own_stream(self._context, stream, "copy")
         for side, array in (("destination", destination), ("source", source)):
             if type(array) is not np.ndarray or not array.flags.c_contiguous:
-                raise _copy_refusal(f"a C-contiguous numpy.ndarray as {side}", _shape_text(array))
+                raise refusals.copy_sides(f"a C-contiguous numpy.ndarray as {side}", refusals.array_text(array))
         if destination.dtype != source.dtype or destination.nbytes != source.nbytes:
-            raise _copy_refusal(f"{_shape_text(source)} in {source.nbytes} bytes", _shape_text(destination))
+            expected = f"{refusals.array_text(source)} in {source.nbytes} bytes"
+            raise refusals.copy_sides(expected, refusals.array_text(destination))
         if not destination.flags.writeable:
-            raise _copy_refusal("a writable destination", "a read-only one")
+            raise refusals.copy_sides("a writable destination", "a read-only one")
         owners = [self._context.memory.owner(array) for array in (destination, source)]
         if owners == [None, None]:
-            raise _copy_refusal("at least one side of this device", "pageable host memory on both sides")
+            raise refusals.copy_sides("at least one side of this device", "pageable host memory on both sides")
         if own.is_capturing and None in owners:
-            raise CaptureRefused(
-                "copy under capture",
-                expected="device or pinned memory on both sides",
-                got="pageable host memory",
-                remedy="stage it through device.pinned",
-                clause="C15.1",
-            )
+            raise refusals.pageable_in_capture()
         if self._context.queues is not None and owners[1] is None:
             source = source.copy()  # at submission, as CUDA stages it
         self._context.driver_calls += 1
@@ -308,13 +304,7 @@ class CpuDevice:
                 return argument.view()
         elif isinstance(argument, _SCALARS):
             return argument
-        raise MisuseError(
-            f"call of {getattr(fn, '__qualname__', fn)}",
-            expected="arrays of this device, pinned arrays and scalars as arguments",
-            got=_shape_text(argument),
-            remedy="allocate it with device.empty or device.pinned",
-            clause="C15.1",
-        )
+        raise refusals.call_argument(fn, argument)
 
     # -- capture -------------------------------------------------------------------------------------------
 
@@ -342,13 +332,7 @@ class CpuDevice:
         unjoined = capture.unjoined_streams()
         if unjoined:
             self._drop(capture)
-            raise CaptureRefused(
-                "end_capture",
-                expected="every stream of the capture joined back to the first",
-                got=f"work of {', '.join(o.label for o in unjoined)} that {capture.origin.label} does not wait for",
-                remedy="record an event there and wait for it on the first stream; capture again",
-                clause="C15.1",
-            )
+            raise refusals.unjoined([other.label for other in unjoined], capture.origin.label)
         graph = CpuGraph(self._context, capture)
         self._drop(capture)
         return graph
@@ -357,20 +341,14 @@ class CpuDevice:
         """Stop recording and drop what was recorded."""
         self._drop(self._capture_of(stream, "abort_capture"))
 
-    def _capture_of(self, stream: Stream, what: str) -> Capture:
+    def _capture_of(self, stream: Stream, what: str) -> CpuCapture:
         self._context.check_usable()
         own = own_stream(self._context, stream, what)
         if self._capture is None or self._capture.origin is not own:
-            raise CaptureRefused(
-                what,
-                expected="the stream on which the capture began",
-                got="no capture" if self._capture is None else own.label,
-                remedy="call it once per begin_capture, on the same stream",
-                clause="C15.1",
-            )
+            raise refusals.not_the_origin(what, "no capture" if self._capture is None else own.label)
         return self._capture
 
-    def _drop(self, capture: Capture) -> None:
+    def _drop(self, capture: CpuCapture) -> None:
         self._capture = None
         self._context.capturing_on = ""
         capture.close()
@@ -389,31 +367,9 @@ class CpuDevice:
 
     def _own_array(self, array: object, what: str) -> None:
         if not isinstance(array, np.ndarray) or self._context.memory.owner(array) is None:
-            raise MisuseError(
-                what,
-                expected="an array of this device",
-                got=_shape_text(array),
-                remedy="allocate it with device.empty, zeros or pinned",
-                clause="C15.1",
-            )
+            raise refusals.foreign_array(what, array)
 
 
 def _require(holds: bool, what: str, expected: str, got: object) -> None:
     if not holds:
-        raise MisuseError(f"{what} of the cpu device", expected=expected, got=got, remedy="correct it", clause="C14.4")
-
-
-def _copy_refusal(expected: str, got: str) -> MisuseError:
-    return MisuseError(
-        "copy",
-        expected=expected,
-        got=got,
-        remedy="pass equal, contiguous arrays of which one is the device's",
-        clause="C14.4",
-    )
-
-
-def _shape_text(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        return f"{type(value).__name__} {value.dtype} {value.shape} strides {value.strides}"
-    return f"{type(value).__name__} {value!r}"
+        raise refusals.setting("cpu", what, expected, got)

@@ -12,11 +12,12 @@ import os
 import weakref
 from typing import Any
 
+from pagedkv.devices import refusals
 from pagedkv.devices.cpu_deferred import Queues
 from pagedkv.devices.cpu_execution import Executor
 from pagedkv.devices.cpu_memory import Memory
 from pagedkv.devices.cpu_runtime import ORDERS
-from pagedkv.errors import CapacityError, CaptureRefused, DeviceFault, MisuseError
+from pagedkv.errors import CapacityError, DeviceFault
 
 _contexts: weakref.WeakSet[CpuContext] = weakref.WeakSet()
 
@@ -59,24 +60,12 @@ class CpuContext:
     def check_usable(self) -> None:
         """Refuse use after `close`, and in a process that was forked: the helpers do not live there."""
         if self._state != "open":
-            raise MisuseError(
-                "use of the cpu device",
-                expected="an open device in the process that made it",
-                got=self._state,
-                remedy="open a device in this process",
-                clause="C12.4",
-            )
+            raise refusals.unusable("cpu", self._state)
 
     def refuse_in_capture(self, what: str) -> None:
         """Refuse what CUDA forbids while any stream captures."""
         if self.capturing_on:
-            raise CaptureRefused(
-                what,
-                expected="no capture on this device",
-                got=f"one that began on {self.capturing_on}",
-                remedy="do it before begin_capture or after end_capture",
-                clause="C15.1",
-            )
+            raise refusals.in_capture(what, self.capturing_on)
 
     def raise_overwritten(self, found: list[str]) -> None:
         """Raise for overwritten canaries, if there are any."""

@@ -9,18 +9,18 @@ Read next: `calls.py`.
 
 from __future__ import annotations
 
+from pagedkv.devices import refusals
 from pagedkv.devices.cpu_context import CpuContext
 from pagedkv.devices.cpu_footprints import footprint_of
 from pagedkv.devices.cpu_operations import CallOperation, GraphOperation, NativeOperation, PackedRun
-from pagedkv.devices.cpu_streams import Capture, CpuStream, own_stream
+from pagedkv.devices.cpu_streams import CpuCapture, CpuStream, own_stream
 from pagedkv.devices.protocol import NodeRecord, Stream
-from pagedkv.errors import CaptureRefused
 
 
 class CpuGraph:
     """Recorded work with frozen arguments.  Made by `CpuDevice.end_capture`."""
 
-    def __init__(self, context: CpuContext, capture: Capture) -> None:
+    def __init__(self, context: CpuContext, capture: CpuCapture) -> None:
         self._context = context
         self.nodes: tuple[NodeRecord, ...] = tuple(
             operation.record(dependencies)
@@ -52,13 +52,7 @@ class CpuGraph:
         """
         own = self._check(stream, "graph.launch")
         if stream.is_capturing:
-            raise CaptureRefused(
-                "graph.launch",
-                expected="a stream that is not capturing",
-                got="a capturing one",
-                remedy="end the capture first; graphs do not nest",
-                clause="C15.1",
-            )
+            raise refusals.nested_graph()
         self._context.driver_calls += 1
         own.submit(self._operation, self._footprint)
 

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.devices import refusals
 from pagedkv.devices.cpu_runtime import Buffer
 from pagedkv.devices.protocol import Shape
-from pagedkv.errors import CapacityError, MisuseError
+from pagedkv.errors import CapacityError
 
 PAGE_BYTES = 4096
 POISON = 0xFF
@@ -104,21 +105,9 @@ class Memory:
         extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
         resolved = np.dtype(dtype)
         if align_bytes < 1 or align_bytes > PAGE_BYTES or align_bytes & (align_bytes - 1):
-            raise MisuseError(
-                "an allocation",
-                expected=f"align_bytes a power of two from 1 to {PAGE_BYTES}",
-                got=align_bytes,
-                remedy="use 256 for planes and 16 for rows",
-                clause="C3.8",
-            )
+            raise refusals.allocation_alignment(align_bytes, PAGE_BYTES)
         if resolved.hasobject or min(extents, default=0) < 0:
-            raise MisuseError(
-                "an allocation",
-                expected="a shape without negative extents and a dtype of plain bytes",
-                got=f"shape {extents}, dtype {resolved}",
-                remedy="pass the shape and dtype of the array",
-                clause="C15.1",
-            )
+            raise refusals.allocation_shape(extents, resolved)
         byte_count = math.prod(extents) * resolved.itemsize
         label = f"{f'{name!r} ' if name else ''}{resolved} {extents}"
         buffer = Buffer()

@@ -2,68 +2,25 @@
 
 Every submission is an operation handed to `CpuStream.submit`.  In eager mode it runs there and then, in deferred
 mode it is queued with the stream's clock (`cpu_deferred.py`).  While a capture is on, a stream that takes part in
-it records instead:
-
-    origin stream      begin ──k1──record(e)──────────wait(f)──k3── end
-                                      │                  │
-    another stream                 wait(e)──k2──record(f)┘           joined by e, joined back by f
-
-A node depends on the last node of its stream and on what its stream waited for; the capture is whole only when
-everything recorded lies before the end of the origin stream.  Clauses: C12, C15.1.
+it records instead (`captures.py`).  Clauses: C12, C15.1.
 
 Read next: `cpu_graph.py`.
 """
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+from pagedkv.devices import refusals
+from pagedkv.devices.captures import Capture
 from pagedkv.devices.cpu_context import CpuContext
 from pagedkv.devices.cpu_deferred import joined
 from pagedkv.devices.cpu_footprints import Footprint
 from pagedkv.devices.cpu_operations import GraphOperation, NodeOperation, Operation
 from pagedkv.devices.cpu_races import Clock
 from pagedkv.devices.protocol import Device, Event, Stream
-from pagedkv.errors import CaptureRefused, MisuseError
 
-
-class Capture:
-    """Recorded operations with their dependencies.
-
-    Attributes:
-        origin: the stream it began on.
-        operations: in submission order.
-        dependencies: per operation, indices of earlier ones.
-        streams: streams that take part; a stream leaves at the end.
-    """
-
-    def __init__(self, origin: CpuStream) -> None:
-        self.origin = origin
-        self.operations: list[NodeOperation] = []
-        self.dependencies: list[tuple[int, ...]] = []
-        self.streams: list[CpuStream] = [origin]
-        self.is_open = True
-
-    def add(self, operation: NodeOperation, after: set[int]) -> int:
-        """Record one operation and give its index."""
-        self.operations.append(operation)
-        self.dependencies.append(tuple(sorted(after)))
-        return len(self.operations) - 1
-
-    def unjoined_streams(self) -> list[CpuStream]:
-        """Give the streams whose work the origin stream does not wait for."""
-        reached: set[int] = set()
-        pending = list(self.origin.tail)
-        while pending:
-            node = pending.pop()
-            if node not in reached:
-                reached.add(node)
-                pending.extend(self.dependencies[node])
-        return [stream for stream in self.streams if not stream.tail <= reached]
-
-    def close(self) -> None:
-        """Let the streams go; recorded events stay unusable outside."""
-        self.is_open = False
-        for stream in self.streams:
-            stream.leave_capture()
+CpuCapture: TypeAlias = "Capture[CpuStream, NodeOperation]"
 
 
 class CpuEvent:
@@ -72,7 +29,7 @@ class CpuEvent:
     def __init__(self, context: CpuContext) -> None:
         self.context = context
         # Set when recorded on a capturing stream: the capture, and the nodes the event stands for.
-        self.capture: Capture | None = None
+        self.capture: CpuCapture | None = None
         self.nodes: frozenset[int] = frozenset()
         # In deferred mode: what lies before the recorded point, and how often it was asked about.
         self.clock: Clock = {}
@@ -96,7 +53,7 @@ class CpuEvent:
         self.context.check_usable()
         self.context.refuse_in_capture(what)
         if self.capture is not None:
-            raise _captured_event(what)
+            raise refusals.captured_event(what)
         self.context.driver_calls += 1
 
 
@@ -111,7 +68,7 @@ class CpuStream:
         self.clock: Clock = {}  # in deferred mode: what lies before the next operation
         if context.queues is not None:
             context.queues.add_stream()
-        self.capture: Capture | None = None
+        self.capture: CpuCapture | None = None
         self.tail: set[int] = set()  # nodes that the next recorded operation depends on
 
     def __repr__(self) -> str:
@@ -164,18 +121,12 @@ class CpuStream:
         own = self._own(event, "stream.wait")
         if own.capture is None:
             if self.capture is not None:
-                raise CaptureRefused(
-                    f"wait on {self.label}",
-                    expected="an event recorded in the same capture",
-                    got="an event recorded outside of it",
-                    remedy="wait before begin_capture, or record the event on a stream that takes part",
-                    clause="C15.1",
-                )
+                raise refusals.event_from_outside(self.label)
             self.context.driver_calls += 1
             self.clock = joined(self.clock, own.clock)
             return
         if not own.capture.is_open or (self.capture is not None and self.capture is not own.capture):
-            raise _captured_event("stream.wait")
+            raise refusals.captured_event("stream.wait")
         self.context.driver_calls += 1
         if self.capture is None:
             self.capture = own.capture
@@ -189,13 +140,7 @@ class CpuStream:
 
     def _own(self, event: Event, what: str) -> CpuEvent:
         if not isinstance(event, CpuEvent) or event.context is not self.context:
-            raise MisuseError(
-                what,
-                expected="an event of this device",
-                got=type(event).__name__,
-                remedy="make it with device.event()",
-                clause="C14.4",
-            )
+            raise refusals.foreign_event(what, event)
         return event
 
 
@@ -203,20 +148,5 @@ def own_stream(context: CpuContext, stream: Stream, what: str) -> CpuStream:
     """Give the stream as one of this context, or refuse it."""
     if type(stream) is CpuStream and stream.context is context:
         return stream
-    raise MisuseError(
-        what,
-        expected="a stream of this device",
-        got="a stream of another device" if isinstance(stream, CpuStream) else type(stream).__name__,
-        remedy="make it with device.stream()",
-        clause="C14.4",
-    )
-
-
-def _captured_event(what: str) -> CaptureRefused:
-    return CaptureRefused(
-        what,
-        expected="an event recorded outside of a capture, or in the same open one",
-        got="an event recorded in another capture",
-        remedy="record it again",
-        clause="C15.1",
-    )
+    got = "a stream of another device" if isinstance(stream, CpuStream) else type(stream).__name__
+    raise refusals.foreign_stream(what, got)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.devices import open_device
+from pagedkv.devices import cuda, open_device
 from pagedkv.devices.cpu import CpuDevice
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import CapacityError, MissingRequirement, MisuseError
@@ -176,20 +176,27 @@ def test_the_address_of_a_foreign_array_is_refused() -> None:
         device.address(np.zeros(4))
 
 
+def no_cupy() -> None:
+    """Stand for a machine without a GPU."""
+    raise MissingRequirement("device cuda", expected="a GPU", got="no GPU", remedy="use device 'cpu'", clause="C12.4")
+
+
 @pytest.mark.parametrize("name", ["auto", "cpu"])
-def test_open_device_says_which_and_why(name: str) -> None:
+def test_open_device_says_which_and_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, with the reason; the result keeps the protocol."""
+    monkeypatch.setattr(cuda, "find_cupy", no_cupy)
     device: Device = open_device(name)
     line = device.description
     device.close()
 
     assert line.startswith("cpu device: kernels as fibers on ")
     assert "\n" not in line
-    assert ("no cuda device" in line) == (name == "auto")
+    assert line.endswith("; asked for" if name == "cpu" else "; chosen because there is no cuda device: no GPU")
 
 
-def test_open_device_refuses_what_it_cannot_open() -> None:
+def test_open_device_refuses_what_it_cannot_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuda says what is missing; another name is misuse."""
+    monkeypatch.setattr(cuda, "find_cupy", no_cupy)
     with pytest.raises(MissingRequirement, match="use device 'cpu'"):
         open_device("cuda")
     with pytest.raises(MisuseError, match="one of"):

@@ -26,6 +26,8 @@ class FakeStream:
 class FakeDevice:
     """Host memory, copied at once."""
 
+    name = "cpu"
+
     def stream(self) -> FakeStream:
         return FakeStream()
 
@@ -67,6 +69,9 @@ class FakeUnit:
         for argument in arguments:
             assert isinstance(argument, np.ndarray | np.generic), f"{function.__name__} was given {type(argument)}"
         self._work.append((function, arguments))
+
+    def launch(self, kernel: object, *launch: object) -> None:
+        raise AssertionError(f"{kernel} was launched where there are no kernels")
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         return FakeDevice().empty(shape, dtype)

@@ -23,6 +23,7 @@ from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
 from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table
+from tests.kernels.test_linear import product
 from tests.ptxsim.simulated_device import SimulatedDevice
 
 QUICK_HEAD_DIM = 64
@@ -90,11 +91,23 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
     assert kernels == {launch.kernel for launch in simulated.launches}
 
 
+def test_products_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevice) -> None:
+    """C14.6: the model runner's kernel, beyond a block of rows and columns, with subnormal results."""
+    device: Any = simulated
+    rng = np.random.default_rng(5)
+    x, weight = (np.ldexp(rng.standard_normal((n, 70)), -70).astype(np.float32) for n in (17, 9))
+    expected, found = product(cpu, x, weight), product(device, x, weight)
+
+    assert np.array_equal(expected.view(np.uint32), found.view(np.uint32))
+    assert ((expected != 0) & (np.abs(expected) < np.finfo(np.float32).tiny)).any()
+    assert [launch.kernel for launch in simulated.launches] == ["linear_rows"]
+
+
 def test_every_shipped_module_is_executed() -> None:
     """C4.5: the list of this file is the library's own."""
     executed = {attention_module(*variant.values[:2]).name for variant in VARIANTS}  # type: ignore[arg-type]
 
-    assert executed | {"page_moves"} == {spec.name for spec in shipped_modules()}
+    assert executed | {"page_moves", "linear"} == {spec.name for spec in shipped_modules()}
 
 
 # ---- counters ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,270 @@
+"""Arrays of the CuPy that has no GPU: NumPy does the arithmetic, CuPy's rules decide what is allowed.
+
+Outside a capture an operation runs at once.  On a capturing stream it is recorded: its result gets memory from the
+current allocator, and a closure over the operands' *memory* waits for the replay, so a replay computes anew from what
+lies at the recorded addresses.  Result shapes come from a trial on zeros, as nothing runs under capture.
+
+What CuPy or CUDA refuses is refused: NumPy arrays among CuPy's, matrix products on a capturing stream, values read
+back by a capture, masks that need a count, allocation outside the graph's pool, work on the default stream meanwhile.
+
+Not modelled: implicit conversion `numpy_array[...] = cupy_array`, which CuPy refuses and a subclass of ndarray cannot.
+
+Read next: `fake_cupy.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+LIBRARY_PRODUCTS = frozenset(
+    ("matmul", "dot", "einsum", "tensordot", "inner", "vdot", "vecdot", "matvec", "vecmat", "linalg")
+)
+VIEWS = frozenset(("reshape", "ravel", "transpose", "swapaxes", "moveaxis", "squeeze", "expand_dims", "broadcast_to"))
+FROM_HOST = frozenset(("array", "asarray", "ascontiguousarray", "frombuffer", "fromiter"))
+
+
+class Machine(Protocol):
+    """What arrays ask of the machine they live on."""
+
+    @property
+    def is_recording(self) -> bool:
+        """Does the current stream capture?"""
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Run work on the current stream, or record it there."""
+
+    def allocate(self, byte_count: int) -> Any:
+        """Give memory from the current allocator."""
+
+    def capture_error(self, status: int) -> Exception:
+        """Give CUDA's error of a capture, and break the capture."""
+
+
+def plain(array: FakeArray) -> np.ndarray:
+    """Give the same memory as a plain ndarray that holds the bytes mapped, but not the pool's block."""
+    content: np.ndarray = array.memory.content
+    offset = array.ctypes.data - content.ctypes.data
+    return np.ndarray(array.shape, array.dtype, content, offset, array.strides)
+
+
+class FakeArray(np.ndarray):
+    """`cupy.ndarray`; each machine has a subclass with `machine` set."""
+
+    machine: Machine
+    memory: Any
+
+    def __new__(
+        cls, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
+    ) -> FakeArray:
+        resolved = np.dtype(dtype)
+        extents = (shape,) if isinstance(shape, int) else tuple(shape)
+        if memptr is None:
+            memptr = cls.machine.allocate(math.prod(extents) * resolved.itemsize)
+        assert order == "C", "nothing here asks for another order"
+        array = np.ndarray.__new__(cls, extents, resolved, memptr.content, 0, strides)
+        array.memory = memptr.mem
+        return array
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.memory = getattr(source, "memory", None)
+
+    # ---- what CuPy arrays have -------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Any:
+        """Where it lies: `ptr` and `device_id`, as CuPy's MemoryPointer."""
+        return _Where(int(self.ctypes.data))
+
+    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
+        """Copy to the host."""
+        self._read_back()
+        return plain(self).copy()
+
+    def set(self, arr: np.ndarray, stream: Any = None) -> None:
+        """Copy from the host."""
+        self._read_back()
+        plain(self)[...] = arr
+
+    def _read_back(self) -> None:
+        if self.machine.is_recording:
+            raise self.machine.capture_error(900)
+
+    def item(self, *args: Any) -> Any:
+        self._read_back()
+        return plain(self).item(*args)
+
+    def tolist(self) -> Any:
+        self._read_back()
+        return plain(self).tolist()
+
+    def __bool__(self) -> bool:
+        self._read_back()
+        return bool(plain(self))
+
+    def __int__(self) -> int:
+        self._read_back()
+        return int(plain(self))
+
+    def __float__(self) -> float:
+        self._read_back()
+        return float(plain(self))
+
+    def __index__(self) -> int:
+        raise TypeError("only integer scalar arrays can be converted to a scalar index")
+
+    # ---- operations ------------------------------------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        outs = options.pop("out", ())
+        name = ufunc.__name__
+        self._refuse_product(name)
+        function = ufunc if method == "__call__" else getattr(ufunc, method)
+        return self._operate(function, inputs, options, outs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        name = function.__name__
+        self._refuse_product(name)
+        if name in FROM_HOST:
+            raise TypeError(f"the fake does not make arrays from the host inside array functions: {name}")
+        if name in VIEWS:
+            return self._view_of(function(*(_unwrap(a) for a in args), **options), args[0])
+        if name == "copyto":
+            target, source = args
+            self._check(source, *options.values())
+            values, flags = _unwrap(source), {key: _unwrap(value) for key, value in options.items()}
+            raw = plain(target)
+            self.machine.submit(lambda: np.copyto(raw, values, **flags))
+            return None
+        outs = options.pop("out", None)
+        return self._operate(function, args, options, () if outs is None else (outs,))
+
+    def _operate(self, function: Any, args: Any, options: dict[str, Any], outs: tuple[Any, ...]) -> Any:
+        self._check(*args, *options.values(), *outs)
+        raw = [_unwrap(argument) for argument in args]
+        flags = {key: _unwrap(value) for key, value in options.items()}
+        if outs:
+            (out,) = outs
+            target = plain(out)
+            self.machine.submit(lambda: function(*raw, out=target, **flags))
+            return out
+        if not self.machine.is_recording:
+            self.machine.submit(lambda: None)
+            return self._wrapped(np.asarray(function(*raw, **flags)))
+        trial = np.asarray(function(*(_zeros(a) for a in raw), **{key: _zeros(v) for key, v in flags.items()}))
+        result = type(self)(trial.shape, trial.dtype)
+        landing = plain(result)
+        self.machine.submit(lambda: np.copyto(landing, function(*raw, **flags)))
+        return result
+
+    def _wrapped(self, values: np.ndarray) -> FakeArray:
+        result = type(self)(values.shape, values.dtype)
+        plain(result)[...] = values
+        return result
+
+    def _view_of(self, values: np.ndarray, source: FakeArray) -> Any:
+        if not np.may_share_memory(values, plain(source)):
+            return self._operate(np.array, (values,), {}, ()) if not self.machine.is_recording else source.copy()
+        view = values.view(type(self))
+        view.memory = source.memory
+        return view
+
+    def _check(self, *values: Any) -> None:
+        for value in values:
+            if isinstance(value, np.ndarray) and not isinstance(value, FakeArray):
+                raise TypeError(f"Unsupported type {type(value)}")
+            if isinstance(value, list | tuple):
+                self._check(*value)
+
+    def _refuse_product(self, name: str) -> None:
+        if name in LIBRARY_PRODUCTS and self.machine.is_recording:
+            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+
+    # ---- methods that NumPy does not dispatch ----------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Any:
+        keys = key if isinstance(key, tuple) else (key,)
+        if not any(isinstance(k, np.ndarray | list) for k in keys):
+            # An integer for every axis gives a view without axes, not a scalar.
+            whole = keys if Ellipsis in [k for k in keys if not isinstance(k, np.ndarray)] else (*keys, Ellipsis)
+            return np.ndarray.__getitem__(self, whole)
+        if self.machine.is_recording:
+            self._check(*keys)
+            if any(isinstance(k, np.ndarray) and k.dtype == bool for k in keys):
+                raise self.machine.capture_error(900)  # the number of hits is read back
+        return self._operate(_take, (self, *(_unwrap_key(k, self) for k in keys)), {}, ())
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check(value)
+        keys = key if isinstance(key, tuple) else (key,)
+        if self.machine.is_recording and any(isinstance(k, np.ndarray) and k.dtype == bool for k in keys):
+            raise self.machine.capture_error(900)
+        raw_keys, raw_value, raw = tuple(_unwrap(k) for k in keys), _unwrap(value), plain(self)
+        self.machine.submit(lambda: raw.__setitem__(raw_keys, raw_value))
+
+    def reshape(self, *shape: Any, order: str = "C") -> Any:  # type: ignore[override]
+        values = plain(self).reshape(*shape)
+        if np.may_share_memory(values, plain(self)) or not self.size:
+            return np.ndarray.reshape(self, *shape)
+        return self.copy().reshape(*shape)
+
+    def copy(self, order: str = "C") -> Any:  # type: ignore[override]
+        return self._operate(np.array, (self,), {}, ())
+
+    def astype(self, dtype: Any, order: str = "K", casting: Any = None, subok: Any = None, copy: bool = True) -> Any:  # type: ignore[override]
+        return self._operate(np.ndarray.astype, (self, dtype), {}, ())
+
+    def sum(self, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
+        return self._operate(np.sum, (self,), {"axis": axis, "dtype": dtype, "keepdims": keepdims}, ())
+
+    def min(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
+        return self._operate(np.min, (self,), {"axis": axis, "keepdims": keepdims}, ())
+
+    def max(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
+        return self._operate(np.max, (self,), {"axis": axis, "keepdims": keepdims}, ())
+
+    def any(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
+        return self._operate(np.any, (self,), {"axis": axis, "keepdims": keepdims}, ())
+
+    def all(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
+        return self._operate(np.all, (self,), {"axis": axis, "keepdims": keepdims}, ())
+
+
+class _Where:
+    """What `ndarray.data` tells."""
+
+    device_id = 0
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+def _take(array: np.ndarray, *keys: Any) -> np.ndarray:
+    taken: np.ndarray = array[keys]
+    return taken
+
+
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, FakeArray):
+        return plain(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_unwrap(item) for item in value)
+    return value
+
+
+def _unwrap_key(key: Any, like: FakeArray) -> Any:
+    # Outside a capture CuPy copies an index from the host.
+    if isinstance(key, np.ndarray) and not isinstance(key, FakeArray):
+        return like._wrapped(key)
+    return key
+
+
+def _zeros(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return np.zeros_like(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_zeros(item) for item in value)
+    return value

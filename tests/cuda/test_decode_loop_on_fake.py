@@ -1,0 +1,18 @@
+"""The decode loop on the cuda device: every test of `tests/graphs/test_decode_loop.py`, once more.
+
+The store opens the cuda device on a CuPy without a GPU wherever the test says "cpu"; nothing else is changed.  So
+capture, replay, publication, refusals and the exact equalities hold for what the cuda device asks of CuPy.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import pagedkv.store
+from pagedkv.devices.cuda import CudaDevice
+from tests.graphs.test_decode_loop import *  # noqa: F403 - every test of that file
+
+
+@pytest.fixture(autouse=True)
+def _open_the_cuda_device(fake_device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pagedkv.store, "open_device", lambda name: fake_device)
