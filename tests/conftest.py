@@ -70,7 +70,10 @@ def pytest_runtest_makereport(
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mode, seeds = metafunc.config.option.device_mode, metafunc.config.option.device_seeds
-    is_marked = any(mark.name == "deferred" for mark in metafunc.definition.iter_markers())
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    is_marked = "deferred" in marks
+    if "eager_only" in marks:
+        return
     if mode == "deferred":
         modes = [pytest.param(number, id=f"deferred{number}") for number in range(seeds)]
     elif is_marked and not mode:

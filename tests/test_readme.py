@@ -13,10 +13,11 @@ import pytest
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
-def test_the_whole_program_runs(tmp_path: Path) -> None:
+def test_the_fifteen_lines_run(tmp_path: Path) -> None:
     """A reader who pastes the embedding example gets twenty tokens and no error."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert blocks, "the README has no python block"
+    assert len(blocks[0].splitlines()) == 15
     script = tmp_path / "example.py"
     script.write_text(blocks[0], encoding="utf-8")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=README.parent,

@@ -34,6 +34,7 @@ def test_a_unit_is_committed_only_after_it_completed() -> None:
 
         assert store.committed_tokens(sequence) == 0
         store.submit(unit)
+        store.stream.synchronize()
         assert store.poll() == [unit]
         store.commit(unit)
         assert store.committed_tokens(sequence) == 10
@@ -81,6 +82,7 @@ def test_a_device_error_latches_the_store() -> None:
         graph = store.device.end_capture(store.stream)
         with pytest.raises(pk.DeviceFault, match="crash"):
             store.launch_graph(graph)
+            store.check()  # where a device that defers its work meets the fault
 
         assert isinstance(store.evidence, pk.DeviceFault)
         with pytest.raises(pk.StoreLatched):
