@@ -1,7 +1,7 @@
-// page_moves: kernels that move or clear bytes and know no profile.  (C14.4)
+// page_moves: kernels that move or fill bytes and know no profile.  (C14.4)
 //
 //   kernel          grid                        block   called from
-//   zero_pages      (listed pages, heads, 1)    128     ops.zero_pages, once per plane
+//   fill_pages      (listed pages, heads, 1)    128     ops.zero_pages, ops.fill_pages, once per plane
 //   pack_pages      (listed pages, heads, 1)    128     ops.pack_pages, once per plane
 //   unpack_pages    (listed pages, heads, 1)    128     ops.unpack_pages, once per plane
 //   bf16_from_f32   (ceil(count / 256), 1, 1)   256     ops.bf16_from_f32
@@ -15,14 +15,15 @@
 #include "page_address.cuh"
 #include "number_formats.cuh"
 
-// Clears every byte of the listed pages of one plane.  page_ids: (gridDim.x,); block_bytes: bytes of one (page, head).
-extern "C" __global__ void zero_pages(uint8_t* plane, const int32_t* __restrict__ page_ids, int64_t head_bytes,
-                                      int64_t page_bytes, int32_t block_bytes) {
+// Writes `word` over every byte of the listed pages of one plane.  page_ids: (gridDim.x,); block_bytes: bytes of one
+// (page, head).
+extern "C" __global__ void fill_pages(uint8_t* plane, const int32_t* __restrict__ page_ids, int64_t head_bytes,
+                                      int64_t page_bytes, int32_t block_bytes, uint32_t word) {
     uint8_t* target = plane + page_ids[blockIdx.x] * page_bytes + blockIdx.y * head_bytes;
-    const uint4 zeros = make_uint4(0, 0, 0, 0);
-    for (int32_t at = threadIdx.x * 16; at < block_bytes; at += blockDim.x * 16) pagedkv::store16(target + at, zeros);
+    const uint4 words = make_uint4(word, word, word, word);
+    for (int32_t at = threadIdx.x * 16; at < block_bytes; at += blockDim.x * 16) pagedkv::store16(target + at, words);
 }
-PK_EXPORT(zero_pages)
+PK_EXPORT(fill_pages)
 
 // Gathers the listed pages of one plane: listed page i becomes page i of `packed`, which has strides of its own.
 // page_ids: (gridDim.x,); block_bytes: bytes of one (page, head).  The two planes do not overlap.

@@ -15,6 +15,7 @@ every refusal.  Scarcity inside a step is an answer (a value), never an exceptio
       TransferFailed                    a copy of pages could not be queued; nothing was published
       ActivationRefused                 scarcity at `activate`; carries the Refusal (C10.9)
       DeviceFault                       a kernel failed: kernel, block and thread
+        Corruption                      bytes or entries that nobody was to change (sanitizer mode)
         StreamHazard                    work in the wrong order, memory re-used too early (cpu device, deferred)
       StoreLatched                      the store stopped after a device error (C12.4)
       MissingRequirement                a compiler, driver, package or model is not there
@@ -97,6 +98,13 @@ class TransferFailed(PagedKVError):
 
 class DeviceFault(PagedKVError):
     """A kernel failed on the device; fields `kernel`, `block` and `thread` say where."""
+
+
+class Corruption(DeviceFault):
+    """Device memory differs from what the ledgers put there: found in sanitizer mode, latches the store (C12.4).
+
+    Fields: `pool`; `row` and `block` of a table entry, or `page_id`, `role` and `layer` of a page's bytes.
+    """
 
 
 class StreamHazard(DeviceFault):

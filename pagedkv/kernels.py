@@ -4,7 +4,7 @@
     bf16_d64, ...     append.cu, causal_attention.cu   PK_PROFILE, PK_HEAD_DIM  append_rows, append_prefix,
                                                                                 encode_unrotated,
                                                                                 causal_attention_{decode,merge,prefill}
-    page_moves        page_moves.cu                    -                        zero_pages, pack_pages, unpack_pages,
+    page_moves        page_moves.cu                    -                        fill_pages, pack_pages, unpack_pages,
                                                                                 bf16_from_f32, f32_from_bf16
     linear            linear.cu                        -                        linear_rows (the model runner's)
 

@@ -2,7 +2,7 @@
 
     append, append_prefix                     write K and V rows through the codec
     causal_attention, causal_attention_cached append then attend; attend only
-    zero_pages                                clear whole page groups
+    zero_pages, fill_pages                    clear whole page groups, or fill them with a word
     pack_pages, unpack_pages                  gather and scatter whole page groups, for transfers
     bf16_from_f32, f32_from_bf16              conversions (NumPy and CuPy have no BF16)
     encode_unrotated                          codec edges, for tests (codecs 6)
@@ -43,7 +43,7 @@ WARP_LANES = 32
 LANE_DIMS = 16
 LANE_DIMS_BF16 = 8
 MOVE_THREADS = 256
-ZERO_THREADS = 128
+FILL_THREADS = 128
 SCALE_MAX = 1e38
 """Times log2(e) it is still a finite float32, which is what kernels multiply scores with."""
 MOVE_PAGES_THREADS = 128
@@ -151,18 +151,35 @@ class Ops:
         Raises:
             MisuseError: a plane that is not of its geometry, or page ids of another form.
         """
+        self.fill_pages(planes, page_ids, [0] * len(planes), stream=stream)
+
+    def fill_pages(
+        self, planes: Sequence[tuple[Array, PlaneGeometry]], page_ids: Array, words: Sequence[int], *, stream: Stream
+    ) -> None:
+        """Write words[i] over every four bytes of the listed page groups in plane i.  (C14.4)
+
+        Launches: one per plane.  page_ids: (n,) int32 on the device, 0 <= id < N, trusted; n = 0 does nothing.
+
+        Args:
+            words: one 32-bit pattern per plane, 0 to 2^32 - 1.
+
+        Raises:
+            MisuseError: a plane that is not of its geometry, page ids of another form, or words that do not fit.
+        """
         check_array("the page ids", page_ids, np.int32, (None,), "C14.4")
         for plane, geometry in planes:
             _check_plane(plane, geometry)
+        if len(words) != len(planes) or any(not 0 <= word < 1 << 32 for word in words):
+            raise MisuseError("the words to fill pages with", expected=f"{len(planes)} numbers of 32 bits",
+                              got=repr(list(words)), remedy="pass one pattern per plane", clause="C14.4")
         count = int(page_ids.shape[0])
         if not count:
             return
-        kernel = self._page_moves()["zero_pages"]
-        for plane, geometry in planes:
-            block_bytes = np.int32(PAGE_TOKENS * geometry.row_bytes)
+        kernel = self._page_moves()["fill_pages"]
+        for (plane, geometry), word in zip(planes, words, strict=True):
             arguments = (plane, page_ids, np.int64(geometry.head_stride_bytes), np.int64(geometry.page_stride_bytes),
-                         block_bytes)
-            kernel.launch((count, geometry.kv_heads, 1), (ZERO_THREADS, 1, 1), arguments, stream)
+                         np.int32(PAGE_TOKENS * geometry.row_bytes), np.uint32(word))
+            kernel.launch((count, geometry.kv_heads, 1), (FILL_THREADS, 1, 1), arguments, stream)
 
     def pack_pages(
         self, planes: Sequence[tuple[Array, PlaneGeometry]], page_ids: Array, packed: Array, *, stream: Stream
@@ -293,7 +310,7 @@ class Ops:
         kernels = self._kernels.get(("", 0))
         if kernels is None:
             module = self._device.load(page_moves_module())
-            names = ("zero_pages", "pack_pages", "unpack_pages", "bf16_from_f32", "f32_from_bf16")
+            names = ("fill_pages", "pack_pages", "unpack_pages", "bf16_from_f32", "f32_from_bf16")
             kernels = {name: module.kernel(name) for name in names}
             self._kernels["", 0] = kernels
         return kernels

@@ -150,7 +150,7 @@ class PageMover:
             MisuseError: a host array of another size, or a route that cannot serve the runs.
             TransferFailed: a copy could not be queued; `ticket` stands behind those that were (S53).
         """
-        self._check_host(pool, direction, host, host_pages)
+        self.require_extent(pool, direction, host, host_pages)
         lane = self._out if direction == "d2h" else self._in
         slot = next((slot for slot in lane.slots if slot.is_free()), None)
         if slot is None:
@@ -199,6 +199,21 @@ class PageMover:
             for run in runs:
                 for piece in _pieces(extent, geometry, run.destination, run.count):
                     self._device.readable(piece)
+
+    def require_extent(self, pool: str, direction: str, host: npt.NDArray[np.uint8] | None, pages: int) -> None:
+        """Refuse a host array that is not the extent of so many pages; "d2d" has none.  (C8.1)
+
+        Raises:
+            MisuseError: no array, another dtype or shape, or too few bytes.
+        """
+        if direction == "d2d":
+            return
+        needed = self.packed_bytes(pool, pages)
+        if host is None or host.dtype != np.uint8 or host.ndim != 1 or host.nbytes < needed:
+            got = "none" if host is None else f"{host.dtype} {host.shape}"
+            raise MisuseError(f"a {direction} transfer of pool {pool}",
+                              expected=f"a host extent of {needed} bytes for {pages} pages", got=got,
+                              remedy="size it with packed_bytes", clause="C8.1")
 
     # ---- copies -----------------------------------------------------------------------------------
 
@@ -287,16 +302,6 @@ class PageMover:
 
     def _packed_arrays(self, pool: str, host: npt.NDArray[np.uint8], pages: int) -> list[Array]:
         return _packed_views(host, self._layout(pool, pages))
-
-    def _check_host(self, pool: str, direction: str, host: npt.NDArray[np.uint8] | None, pages: int) -> None:
-        if direction == "d2d":
-            return
-        needed = self.packed_bytes(pool, pages)
-        if host is None or host.dtype != np.uint8 or host.ndim != 1 or host.nbytes < needed:
-            got = "none" if host is None else f"{host.dtype} {host.shape}"
-            raise MisuseError(f"a {direction} transfer of pool {pool}",
-                              expected=f"a host extent of {needed} bytes for {pages} pages", got=got,
-                              remedy="size it with packed_bytes", clause="C8.1")
 
 
 def _packed_views(packed: Array, layout: PackedPlanes) -> list[Array]:

@@ -47,8 +47,10 @@ from pagedkv.errors import (
 from pagedkv.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
 from pagedkv.ledgers import Batch, Columns, PoolSlices, StoreLedgers
 from pagedkv.ops import Ops
+from pagedkv.planes import PlaneGeometry
 from pagedkv.planner import CapacityPlan, plan
 from pagedkv.profiles import ROLES
+from pagedkv.sanitizer import Sanitizer
 from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
 from pagedkv.unit_guard import SubmittedUnit
 from pagedkv.views import PagedKVBatchLayerView
@@ -68,7 +70,8 @@ class Store:
         layout: every slab, as allocated.
         views: `views[pool][layer]`, what kernels read through (C14.1).
         block_tables: `block_tables[pool]`, (C, L) int32 on the device; entries beyond membership are unspecified,
-            and the guard page in a fresh table of sanitizer mode (C11.1).
+            and the guard page in sanitizer mode (C11.1).
+        sanitizer: poisons, withdraws and looks for corruption; None unless `config.sanitizer`.
         workspace: uint8, for the attention of every unit on `stream`; None where no unit needs any.
         control_ingress, control_egress: int32 words of every unit on `stream`, at fixed addresses (C15.1).
         graph_bytes: bytes handed to captured units so far; planned as the graph allowance.
@@ -103,13 +106,15 @@ class Store:
             pool.name: tuple(self._layer_view(pool.name, layer) for layer in range(pool.geometry.layers))
             for pool in config.pools
         }
-        if config.sanitizer:
-            self._set_guard_pages()
         for pool in config.pools:
             self.ops.prepare(pool.profile, pool.geometry.head_dim)
         self._events: dict[int, Event] = {}
         self._completed: set[int] = set()
         self._latch: DeviceFault | None = None
+        self.sanitizer: Sanitizer | None = None
+        if config.sanitizer:
+            self.sanitizer = Sanitizer(self.ops, device, self.stream, self._pool_planes(), self.block_tables,
+                                       self._ledgers.spaces, latch=self.latch)
         self._is_closed = False
         self._thread = threading.get_ident()
         self._process = os.getpid()
@@ -160,7 +165,7 @@ class Store:
         self.views.clear()
         self.block_tables.clear()
         self._slabs.clear()
-        self.workspace = self.control_ingress = self.control_egress = None
+        self.workspace = self.control_ingress = self.control_egress = self.sanitizer = None
 
     def latch(self, fault: DeviceFault) -> None:
         """Stop the store after a device error; the first one is kept as evidence.  (C12.4)"""
@@ -217,8 +222,9 @@ class Store:
             UnitInFlight: a unit in flight selects it (C12.2).
             StaleHandle: it has ended.
         """
-        self._enter("finish")
+        self._enter("finish", can_withdraw=True)
         self._ledgers.finish(sequence)
+        self._withdraw()
 
     def abort(self, sequence: Sequence) -> bool:
         """End the sequence now (True), or at the end of the unit that selects it (False).  (C12.4)
@@ -227,8 +233,10 @@ class Store:
             StaleHandle: it has ended.
             MisuseError: a transfer uses one of its pages (C7.4).
         """
-        self._enter("abort")
-        return self._ledgers.abort(sequence)
+        self._enter("abort", can_withdraw=True)
+        has_ended = self._ledgers.abort(sequence)
+        self._withdraw()
+        return has_ended
 
     def batch(self, sequences: Iterable[Sequence]) -> Batch:
         """Select sequences in batch order, once for many units.  (C11.3)
@@ -321,13 +329,14 @@ class Store:
         Raises:
             MisuseError: the unit was not waited for, has ended, or wrote fewer columns; nothing changed.
         """
-        self._enter("commit")
+        self._enter("commit", can_withdraw=True)
         self._ledgers.guard.require_open(unit, "commit")
         if unit.number not in self._completed:
             raise MisuseError(f"commit of unit {unit.label}", expected="a unit the device has finished",
                               got="one that was not waited for", remedy="call wait(unit), or poll()", clause="C12.3")
         wanted = accepted if accepted is None or isinstance(accepted, Mapping) else {"main": accepted}
         self._ledgers.commit_unit(unit, wanted)
+        self._withdraw()  # an abort takes effect here
         self._completed.discard(unit.number)
         self._events.pop(unit.number, None)
 
@@ -337,10 +346,11 @@ class Store:
         Raises:
             MisuseError, DeviceFault: as `wait`.
         """
-        self._enter("fail")
+        self._enter("fail", can_withdraw=True)
         self._ledgers.guard.require_open(unit, "fail")
         self.wait(unit)
         self._ledgers.fail_unit(unit)
+        self._withdraw()
         self._completed.discard(unit.number)
 
     def launch_graph(self, graph: Graph) -> None:
@@ -395,8 +405,10 @@ class Store:
             MisuseError: an unknown pool, counts of another form, or a page that a transfer uses (C7.4).
             StaleHandle: one of the sequences has ended.
         """
-        self._enter("trim")
-        return self._ledgers.trim(batch, pool, provisional)
+        self._enter("trim", can_withdraw=True)
+        pages = self._ledgers.trim(batch, pool, provisional)
+        self._withdraw()
+        return pages
 
     def truncate(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
         """Lower the committed frontier of one pool to `tokens`, then trim.  (C9.10)
@@ -406,8 +418,9 @@ class Store:
             MisuseError: tokens above the frontier or negative, an unknown pool, or a page that a transfer uses (C7.4).
             StaleHandle: it has ended.
         """
-        self._enter("truncate")
+        self._enter("truncate", can_withdraw=True)
         self._ledgers.truncate(sequence, tokens, pool)
+        self._withdraw()
 
     def committed_tokens(self, sequence: Sequence, pool: str = "main") -> int:
         """Return the committed frontier of one sequence in one pool, in tokens; StaleHandle when it ended.  (C9.1)"""
@@ -431,9 +444,16 @@ class Store:
     # ---- evidence ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert every invariant of C16, the device tables included; AssertionError says which.  (C16)"""
+        """Assert every invariant of C16, the device tables included; AssertionError says which.  (C16)
+
+        Raises:
+            Corruption: in sanitizer mode, a table or a guard page holds something else; the store is latched.
+        """
         self._enter("check")
         check_ledgers(self._ledgers)
+        if self.sanitizer is not None:
+            with self._latching():
+                self.sanitizer.check()
         for name, spaces in self._ledgers.spaces.items():
             table = np.empty_like(spaces.table.mirror)
             with self._latching():
@@ -473,23 +493,21 @@ class Store:
                         table[row, first : first + count], mirror[row, first : first + count].copy(), self.stream
                     )
                     self.published_slices += 1
+                if self.sanitizer is not None:
+                    self.sanitizer.poison(pool, gained)
 
-    def _set_guard_pages(self) -> None:
-        """Fill the guard pages with 0xFF, which no profile reads as a number, and point fresh tables at them.  (C11.1)
+    def _withdraw(self) -> None:
+        """Point entries that left a membership at the guard page again, in sanitizer mode.  (C11.1)"""
+        if self.sanitizer is not None:
+            with self._latching():
+                self.sanitizer.withdraw()
 
-        0xFF is NaN in BF16, in E4M3 and in FP16 and E4M3 scales; INT8 and E2M1 codes are NaN through their scales.
-        """
-        for slab in self.layout.slabs:
-            plane, array = slab.plane, self._slabs[slab.name]
-            if plane is not None:
-                runs = [array[-1]] if plane.order == "page-major" else [head[-1] for head in array]
-                for run in runs:
-                    poison = np.full(run.nbytes, 0xFF, np.uint8).view(slab.dtype).reshape(run.shape)
-                    self.device.copy(run, poison, self.stream)
-        for pool in self.config.pools:
-            table = self.block_tables[pool.name]
-            self.device.copy(table, np.full(table.shape, pool.pages, np.int32), self.stream)
-        self.stream.synchronize()
+    def _pool_planes(self) -> dict[str, list[tuple[Array, PlaneGeometry]]]:
+        """Return every plane of every pool with its geometry, in ordinal order.  (C4.2)"""
+        return {
+            pool.name: [(self._slabs[f"{pool.name}.{plane.layer}.{plane.role}"], plane) for plane in pool.planes]
+            for pool in self.config.pools
+        }
 
     def _layer_view(self, pool_name: str, layer: int) -> PagedKVBatchLayerView:
         pool = next(pool for pool in self.config.pools if pool.name == pool_name)
@@ -501,7 +519,7 @@ class Store:
             max_context=self.config.max_context,
         )
 
-    def _enter(self, operation: str) -> None:
+    def _enter(self, operation: str, *, can_withdraw: bool = False) -> None:
         self._require_owner(operation)
         if self._is_closed:
             raise MisuseError(operation, expected="an open store", got="a closed one",
@@ -509,12 +527,14 @@ class Store:
         if self._latch is not None:
             raise StoreLatched(operation, expected="a store without a device error", got=str(self._latch),
                                remedy="close it; memory_summary and evidence still answer", clause="C12.4")
+        if can_withdraw and self.sanitizer is not None:
+            self._require_publishing(operation)
 
     def _require_publishing(self, operation: str) -> None:
-        """Refuse to map while the stream is capturing: a publication must run now, not at a replay.  (C11.2)"""
+        """Refuse to change a table while the stream is capturing: it must happen now, not at a replay.  (C11.2)"""
         if self.stream.is_capturing:
             raise CaptureRefused(operation, expected="a stream that is not capturing", got="one that is",
-                                 remedy="map and begin units outside the capture", clause="C11.2")
+                                 remedy="call it outside the capture", clause="C11.2")
 
     def _require_owner(self, operation: str) -> None:
         if threading.get_ident() != self._thread or os.getpid() != self._process:

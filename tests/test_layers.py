@@ -28,8 +28,8 @@ LAYER_OF = {
     **dict.fromkeys(("packed_planes", "page_runs"), "values"),
     **dict.fromkeys(("free_runs", "pool", "host_arena", "logical_pages", "address_space", "block_tables"), "ledgers"),
     **dict.fromkeys(("sequence", "ledgers", "speculation", "transfers", "unit_guard", "check", "journal"), "combining"),
-    **dict.fromkeys(("views", "ops", "kernels", "page_mover", "devices"), "device side"),
-    **dict.fromkeys(("transfer_engine", "store"), "store"),
+    **dict.fromkeys(("views", "ops", "kernels", "page_mover", "page_fingerprints", "devices"), "device side"),
+    **dict.fromkeys(("transfer_engine", "sanitizer", "store"), "store"),
     "telemetry": "values",
     "": "public",  # pagedkv/__init__.py gathers the public names
 }

@@ -21,6 +21,7 @@ class Mutant:
 
 
 HOST = "tests/host/"
+SANITIZER = "tests/test_sanitizer.py"
 TOUR = "tests/test_tour.py"
 LOOP = "tests/graphs/test_decode_loop.py"
 SHAPES = "tests/graphs/test_shapes.py"
@@ -128,6 +129,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C7.6", "a truncate inside a page keeps the content epoch", "pagedkv/address_space.py",
            "            self.pages.renew_content(self.members[row,", "            (lambda _: None)(self.members[row,",
            (HOST + "test_address_space.py",)),
+    Mutant("C7.4", "a copy is published unseen", "pagedkv/transfer_engine.py",
+           "        if transfer.number in self._seen:\n            self._compare(transfer)\n", "", (SANITIZER,)),
+    Mutant("C7.4", "a fingerprint leaves the last plane out", "pagedkv/page_fingerprints.py",
+           "        different = np.argwhere(expected != found)\n",
+           "        different = np.argwhere(expected[:, :-1] != found[:, :-1])\n", (SANITIZER,)),
     Mutant("C8.3", "adjacent pages are copied one by one", "pagedkv/page_runs.py",
            "breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(destinations) != 1)) + 1",
            "breaks = np.arange(1, sources.size)", (HOST + "test_transfers.py",)),
@@ -178,6 +184,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C11.1", "ids beyond membership stay in the mirror", "pagedkv/address_space.py",
            "        self.table.mirror[row, :bound] = UNMAPPED\n", "", (HOST + "test_address_space.py",
            HOST + "test_check.py")),
+    Mutant("C11.1", "entries that were left keep their pages", "pagedkv/sanitizer.py",
+           "                self._device.copy(self._tables[pool][row, first:end], guard, self._stream)\n", "",
+           (SANITIZER,)),
+    Mutant("C11.1", "a fresh page keeps what it held", "pagedkv/sanitizer.py",
+           "            self._ops.fill_pages(planes, table[row, first:end], words, stream=self._stream)\n",
+           "            del row, first, end\n", (SANITIZER,)),
+    Mutant("C11.1", "a finished sequence's entries stay", "pagedkv/store.py",
+           "        self._ledgers.finish(sequence)\n        self._withdraw()\n",
+           "        self._ledgers.finish(sequence)\n", (SANITIZER,)),
+    Mutant("C11.1", "a write into the guard page goes unseen", "pagedkv/sanitizer.py",
+           "if (host.view(np.uint8) != GUARD_BYTE).any():", "if False:", (SANITIZER,)),
     Mutant("C11.2", "new slices are not published", "pagedkv/store.py",
            "        self._publish(slices)\n        return unit", "        return unit", (TOUR, LOOP)),
     Mutant("C11.3", "batch order is taken for row order", "graphs/control_buffers.py",
@@ -193,6 +210,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C12.4", "a device error does not latch the store", "pagedkv/store.py",
            "        if isinstance(error, DeviceFault):\n            self._store.latch(error)\n",
            "        del error\n", ("tests/test_store.py",)),
+    Mutant("C12.4", "corruption is reported and the store goes on", "pagedkv/sanitizer.py",
+           "        self._latch(error)\n", "", (SANITIZER,)),
     # ---- speculation
     Mutant("C13.1", "more columns are accepted than were written", "pagedkv/ledgers.py",
            "if (counts > limits).any():", "if False:", (HOST + "test_unit_guard.py",)),

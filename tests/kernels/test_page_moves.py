@@ -1,4 +1,4 @@
-"""zero_pages and the BF16 conversions.  (C14.4)"""
+"""zero_pages, fill_pages and the BF16 conversions.  (C14.4)"""
 
 from __future__ import annotations
 
@@ -30,6 +30,37 @@ def test_zeroed_pages_are_zero_and_their_neighbours_are_not(
     cache.ops.zero_pages(listed, cache.ints([3, 1]), stream=cache.stream)
 
     assert_same_planes(expected, cache.host_planes())
+
+
+@pytest.mark.parametrize("order", ["page-major", "head-major"])
+def test_filled_pages_hold_the_word_of_their_plane_and_their_neighbours_do_not(
+    device: Device, rng: np.random.Generator, order: PageOrder
+) -> None:
+    """C14.4: every byte of pages 1 and 3, a word for each plane; pages 0, 2 and 4 keep theirs."""
+    cache = PagedCache.build(device, "k8v4", kv_heads=3, order=order, table=scattered_table(1, 2), rng=rng)
+    expected = cache.host_planes()
+    words = [0x01020304, 0xFFFFFFFE, 0x7E007E00, 0]
+    for plane, word in zip(expected.values(), words, strict=True):
+        pages = plane if order == "page-major" else plane.swapaxes(0, 1)
+        pages[[1, 3]] = np.tile(np.array([word], np.uint32).view(plane.dtype), plane.shape[3])[: plane.shape[3]]
+    planes = (cache.view.k_pages, cache.view.v_pages, cache.view.k_scales, cache.view.v_scales)
+
+    cache.ops.fill_pages(list(zip(planes, cache.geometries, strict=True)), cache.ints([3, 1]), words,
+                         stream=cache.stream)  # fmt: skip
+
+    assert_same_planes(expected, cache.host_planes())
+
+
+@pytest.mark.parametrize("words", [[], [0, 0], [-1], [1 << 32]])
+def test_words_that_do_not_fit_are_refused(device: Device, rng: np.random.Generator, words: list[int]) -> None:
+    """C14.4: one pattern of 32 bits per plane; nothing is written."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
+    before = cache.host_planes()
+
+    with pytest.raises(MisuseError, match="1 numbers of 32 bits"):
+        cache.ops.fill_pages([(cache.view.k_pages, cache.geometries[0])], cache.ints([1]), words, stream=cache.stream)
+
+    assert_same_planes(before, cache.host_planes())
 
 
 def test_no_pages_and_no_planes_are_nothing_to_do(device: Device, rng: np.random.Generator) -> None:

@@ -64,7 +64,7 @@ def test_both_executions_give_the_same_bits(
 
 
 def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevice) -> None:
-    """C14.4: zero_pages, pack_pages, unpack_pages and both conversions; NaN payloads, ties and subnormals."""
+    """C14.4: fill_pages, pack_pages, unpack_pages and both conversions; NaN payloads, ties and subnormals."""
     rng = np.random.default_rng(3)
     floats = rng.integers(0, 1 << 32, 1000, dtype=np.uint64).astype(np.uint32).view(np.float32)
     halves = np.arange(0, 1 << 16, 61, dtype=np.uint16)
@@ -74,6 +74,9 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
         view = cache.view
         planes = [view.k_pages, view.v_pages, view.k_scales, view.v_scales]
         cache.ops.zero_pages(list(zip(planes, cache.geometries, strict=True)), cache.ints([5, 1]), stream=cache.stream)
+        words = [0x7FC07FC0, 0xFFFFFFFF, 0x7E007E00, 0x7F7F7F7F]
+        cache.ops.fill_pages(list(zip(planes, cache.geometries, strict=True)), cache.ints([2]), words,
+                             stream=cache.stream)  # fmt: skip
         rounded, promoted = cache.put(np.zeros(1000, np.uint16)), cache.put(np.zeros(halves.size, np.uint32))
         cache.ops.bf16_from_f32(rounded, cache.put(floats), stream=cache.stream)
         cache.ops.f32_from_bf16(promoted.view(np.float32), cache.put(halves), stream=cache.stream)
@@ -87,7 +90,7 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
         results.append({**cache.host_planes(), **packed, **converted})
 
     assert_same_bits(results[0], results[1])
-    kernels = {"zero_pages", "pack_pages", "unpack_pages", "bf16_from_f32", "f32_from_bf16"}
+    kernels = {"fill_pages", "pack_pages", "unpack_pages", "bf16_from_f32", "f32_from_bf16"}
     assert kernels == {launch.kernel for launch in simulated.launches}
 
 

@@ -1,0 +1,409 @@
+"""Sanitizer mode: what nobody wrote is NaN, what was left is guarded, and a changed byte stops the store."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pagedkv as pk
+from pagedkv.graphs import DecodeLoop
+from pagedkv.page_mover import PageMover
+from pagedkv.planes import plane_inventory
+from pagedkv.sanitizer import GUARD_BYTE, Sanitizer, unwritten_word
+from pagedkv.transfer_engine import TransferEngine
+from tests.bf16 import bf16_from_f32
+from tests.placement import shuffle_placement
+from tests.toy_model import ToyModel
+
+GEOMETRY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
+Bits = npt.NDArray[np.uint16]
+
+@contextlib.contextmanager
+def opened(profile: str = "bf16", *, sanitizer: bool = True, backend: pk.DraftFullBackend | None = None) -> Iterator[
+    pk.Store
+]:
+    """Open a store of two rows and scattered pages; "draft" is a head-major BF16 pool."""
+    config = pk.StoreConfig(GEOMETRY, profile=profile, max_context=256, max_concurrency=2, backend=backend,
+                            kv_capacity=pk.ExplicitCapacity(512), sanitizer=sanitizer)
+    with pk.open_store(config, device="cpu") as store:
+        shuffle_placement(store, seed=3)
+        yield store
+
+
+def put(store: pk.Store, values: npt.NDArray[Any]) -> Any:
+    target = store.device.empty(values.shape, values.dtype)
+    store.device.copy(target, values, store.stream)
+    return target
+
+
+def noise(seed: int, *shape: int) -> Bits:
+    return bf16_from_f32(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def write(store: pk.Store, row: int, first: int, tokens: int, pool: str = "main", seed: int = 1) -> None:
+    """Append noise to every layer at positions [first, first + tokens) of a table row."""
+    for view in store.views[pool]:
+        k, v = (put(store, noise(seed + kind, 1, tokens, view.kv_heads, view.head_dim)) for kind in range(2))
+        store.ops.append(view, k, v, put(store, np.array([first], np.int32)), put(store, np.array([row], np.int32)),
+                         stream=store.stream)  # fmt: skip
+
+
+def written(store: pk.Store, tokens: int, pool: str = "main", seed: int = 1) -> pk.Sequence:
+    """Activate a sequence and write its first tokens in one unit."""
+    sequence = store.activate(prompt_tokens=tokens, output_tokens=256 - tokens)
+    unit = store.begin_unit(store.batch([sequence]), {pool: tokens})
+    write(store, sequence.row, 0, tokens, pool, seed)
+    store.wait(unit)
+    store.commit(unit)
+    return sequence
+
+
+def attend(store: pk.Store, row: int, position: int, pool: str = "main", layer: int = 0) -> npt.NDArray[np.float32]:
+    """Attend over [0, position] of a table row, whoever owns it, and return the values (Hq, D)."""
+    view = store.views[pool][layer]
+    q = noise(9, 1, 1, 4, view.head_dim)
+    out = put(store, np.zeros_like(q))
+    shape = pk.AttentionShape("decode", 1, 1, 4, view.kv_heads, view.head_dim, view.max_context)
+    workspace = store.device.empty((max(pk.workspace_bytes(shape), 256),), np.uint8)
+    store.ops.causal_attention_cached(
+        view, put(store, q), out, put(store, np.array([position], np.int32)), put(store, np.array([row], np.int32)),
+        route="decode", workspace=workspace, stream=store.stream,
+    )  # fmt: skip
+    host = np.empty_like(q)
+    store.device.copy(host, out, store.stream)
+    store.stream.synchronize()
+    values: npt.NDArray[np.float32] = (host.astype(np.uint32) << 16).view(np.float32)[0, 0]
+    return values
+
+
+DRAFT = pk.DraftFullBackend(pk.KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64))
+POOLS = [*((profile, "main", None) for profile in pk.PROFILES), ("int8-g64", "draft", DRAFT)]
+
+
+@pytest.mark.parametrize(("profile", "pool", "backend"), POOLS)
+@pytest.mark.parametrize("tokens", [13, 63, 64, 65, 128])
+def test_a_row_that_nobody_wrote_reaches_the_output_as_nan(
+    profile: str, pool: str, backend: pk.DraftFullBackend | None, tokens: int
+) -> None:
+    """C11.1, S61: one position too many is NaN in every head; the written ones alone are finite, 0 x NaN excluded."""
+    with opened(profile, backend=backend) as store:
+        sequence = written(store, tokens, pool)
+        store.ensure_mapped_to_tokens(sequence, 192, pool)
+
+        assert np.isfinite(attend(store, sequence.row, tokens - 1, pool)).all()
+        assert np.isnan(attend(store, sequence.row, tokens, pool)).all()
+        store.check()
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize(("profile", "pool", "backend"), POOLS)
+def test_a_page_that_comes_back_has_forgotten_what_it_held(
+    profile: str, pool: str, backend: pk.DraftFullBackend | None
+) -> None:
+    """C9.6, S7: a trimmed page and the pages of a finished sequence are NaN to whoever maps them next."""
+    with opened(profile, backend=backend) as store:
+        sequence = written(store, 100, pool)
+        store.truncate(sequence, 64, pool)
+        store.ensure_mapped_to_tokens(sequence, 128, pool)
+        assert np.isfinite(attend(store, sequence.row, 63, pool)).all()
+        assert np.isnan(attend(store, sequence.row, 64, pool)).all()
+        store.finish(sequence)
+        heirs = [store.activate(prompt_tokens=256, output_tokens=0) for _ in range(2)]
+        for heir in heirs:
+            store.ensure_mapped_to_tokens(heir, 256, pool)
+            assert np.isnan(attend(store, heir.row, 0, pool)).all()
+        store.check()
+
+
+def left_by_finish(store: pk.Store, sequence: pk.Sequence) -> None:
+    store.finish(sequence)
+
+
+def left_by_abort(store: pk.Store, sequence: pk.Sequence) -> None:
+    assert store.abort(sequence)
+
+
+def left_by_truncate(store: pk.Store, sequence: pk.Sequence) -> None:
+    store.truncate(sequence, 0)
+
+
+def left_by_trim(store: pk.Store, sequence: pk.Sequence) -> None:
+    store.truncate(sequence, 0)
+    store.ensure_mapped_to_tokens(sequence, 100)
+    assert store.trim(store.batch([sequence])) == 2
+
+
+def left_by_an_abort_in_flight(store: pk.Store, sequence: pk.Sequence) -> None:
+    unit = store.begin_unit(store.batch([sequence]), 1)
+    assert not store.abort(sequence)
+    store.wait(unit)
+    store.commit(unit)
+
+
+def left_by_a_failed_unit(store: pk.Store, sequence: pk.Sequence) -> None:
+    unit = store.begin_unit(store.batch([sequence]), 1)
+    assert not store.abort(sequence)
+    store.fail(unit)
+
+
+WAYS_OUT = [left_by_finish, left_by_abort, left_by_truncate, left_by_trim, left_by_an_abort_in_flight,
+            left_by_a_failed_unit]  # fmt: skip
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize("leave", WAYS_OUT)
+def test_entries_that_were_left_name_the_guard_page(leave: Any) -> None:
+    """C11.1: whichever way pages leave a membership, a reader that comes too late gets NaN."""
+    with opened("int8-g64") as store:
+        sequence = written(store, 100)
+        leave(store, sequence)
+
+        assert np.isnan(attend(store, sequence.row, 99)).all()
+        assert (store.block_tables["main"] == 8).all()
+        store.check()
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize("leave", [left_by_finish, left_by_truncate])
+def test_a_stale_entry_that_stays_is_caught(leave: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C12.4, S7: the planted mistake lets a late reader see another sequence's numbers; check stops the store."""
+    monkeypatch.setattr(Sanitizer, "withdraw", lambda self: None)
+    with opened("int8-g64") as store:
+        sequence = written(store, 100)
+        leave(store, sequence)
+        row, stale = sequence.row, int(store.block_tables["main"][sequence.row, 0])
+        assert np.isfinite(attend(store, row, 99)).all()
+        with pytest.raises(pk.Corruption, match=f"block 0 of row {row}.*guard page 8, got {stale}") as caught:
+            store.check()
+
+        assert (caught.value.pool, caught.value.row, caught.value.block) == ("main", row, 0)
+        assert store.evidence is caught.value
+        with pytest.raises(pk.StoreLatched, match="the guard page 8"):
+            store.activate(prompt_tokens=1, output_tokens=1)
+        assert store.memory_summary()["main"]["capacity_pages"] == 8
+
+
+def test_an_entry_of_a_member_that_changed_is_caught() -> None:
+    """C11.2, C12.4: a member's entry names another page than the ledger says."""
+    with opened() as store:
+        sequence = written(store, 100)
+        table = store.block_tables["main"]
+        store.device.copy(table[sequence.row, 1:2], np.array([5], np.int32) ^ table[sequence.row, 1], store.stream)
+        with pytest.raises(pk.Corruption, match=f"block 1 of row {sequence.row} .*expected its member"):
+            store.check()
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize(("profile", "pool", "backend"), POOLS)
+def test_a_write_through_an_entry_beyond_membership_is_caught(
+    profile: str, pool: str, backend: pk.DraftFullBackend | None
+) -> None:
+    """C12.4: it lands in the guard page, hurts nobody, and stops the store at the next check."""
+    with opened(profile, backend=backend) as store:
+        sequence, other = written(store, 100, pool), written(store, 256, pool)
+        before = attend(store, other.row, 255, pool)
+        store.check()
+        write(store, sequence.row, 128, 1, pool)
+
+        assert np.array_equal(before, attend(store, other.row, 255, pool))
+        with pytest.raises(pk.Corruption, match=f"guard page 8 of pool {pool}"):
+            store.check()
+        assert isinstance(store.evidence, pk.Corruption)
+
+
+def test_nothing_is_withdrawn_into_a_capture() -> None:
+    """C11.2: the copy would run at every replay; what would withdraw is refused before anything changes."""
+    with opened() as store:
+        sequence = written(store, 100)
+        batch = store.batch([sequence])
+        unit = store.begin_unit(store.batch([store.activate(prompt_tokens=1, output_tokens=0)]), 1)
+        store.device.begin_capture(store.stream)
+        for leave in (partial(store.finish, sequence), partial(store.abort, sequence), partial(store.trim, batch),
+                      partial(store.truncate, sequence, 0), partial(store.commit, unit), partial(store.fail, unit)):
+            with pytest.raises(pk.CaptureRefused, match="outside the capture"):
+                leave()
+
+        assert store.device.end_capture(store.stream).nodes == ()
+        assert store.committed_tokens(sequence) == 100
+        store.fail(unit)
+        store.check()
+
+
+def test_without_sanitizer_mode_there_is_no_call_for_it() -> None:
+    """One copy per row that gained pages, and nothing when pages leave; with it, one launch per plane and one copy."""
+    calls = {}
+    for sanitizer in (False, True):
+        with opened("k8v4", sanitizer=sanitizer) as store:
+            counted = []
+            sequence = store.activate(prompt_tokens=100, output_tokens=100)
+            steps = (
+                partial(store.ensure_mapped_to_tokens, sequence, 130), partial(store.trim, store.batch([sequence])),
+                partial(store.ensure_mapped_to_tokens, sequence, 64), partial(store.truncate, sequence, 0),
+                partial(store.finish, sequence),
+            )  # fmt: skip
+            for step in steps:
+                before = store.device.driver_calls
+                step()
+                counted.append(store.device.driver_calls - before)
+            calls[sanitizer] = counted
+            assert (store.sanitizer is not None) == sanitizer
+    planes = 4 * GEOMETRY.layers
+
+    assert calls == {False: [1, 0, 1, 0, 0], True: [1 + planes, 1, 1 + planes, 1, 0]}
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize("profile", ["bf16", "nvfp4-g16"])
+def test_a_sanitized_store_says_the_same(profile: str) -> None:
+    """C14.6, S61: the text of a decode loop does not depend on what nobody wrote."""
+    texts = []
+    for sanitizer in (False, True):
+        with opened(profile, sanitizer=sanitizer) as store:
+            loop = DecodeLoop(store, ToyModel(store), prefill_chunk=64)
+            sequences = [store.activate(prompt_tokens=tokens, output_tokens=6) for tokens in (62, 130)]
+            for sequence, tokens in zip(sequences, (62, 130), strict=True):
+                loop.prefill(sequence, range(tokens))
+            texts.append([[tokens[sequence] for sequence in sequences] for tokens in loop.decode(sequences)])
+            store.check()
+            for sequence in sequences:
+                store.finish(sequence)
+            store.check()
+
+    assert texts[0] == texts[1]
+
+
+# ---- fingerprints ----------------------------------------------------------------------------------
+
+
+def planes_of(store: pk.Store, pool: str) -> list[Any]:
+    return [(store._slabs[f"{pool}.{plane.layer}.{plane.role}"], plane)
+            for config in store.config.pools if config.name == pool for plane in config.planes]
+
+
+def flip(store: pk.Store, plane: Any, geometry: Any, page: int, head: int, column: int) -> None:
+    """Flip the lowest bit of the last byte of one row."""
+    place = (page, head, column) if geometry.order == "page-major" else (head, page, column)
+    row = np.ascontiguousarray(plane[place]).copy()
+    row.view(np.uint8)[-1] ^= 1
+    store.device.copy(plane[place], row, store.stream)
+    store.stream.synchronize()
+
+
+@pytest.mark.parametrize(("profile", "pool", "backend"), POOLS)
+def test_a_fingerprint_sees_one_bit_in_every_plane(
+    profile: str, pool: str, backend: pk.DraftFullBackend | None
+) -> None:
+    """C7.4: in the last committed column of the last head; and not the column behind it, which is provisional."""
+    with opened(profile, backend=backend) as store:
+        assert store.sanitizer is not None
+        sequence = written(store, 100, pool)
+        pages, columns = np.array(store.page_ids(sequence, pool), np.int32), np.array([64, 36], np.int32)
+        look = store.sanitizer.fingerprints
+        seen = look.fingerprint(pool, pages, columns)
+        planes = planes_of(store, pool)
+        assert seen.shape == (2, len(planes))
+        assert np.array_equal(look.fingerprint(pool, pages[::-1], columns[::-1]), seen[::-1])
+        for index, (plane, geometry) in enumerate(planes):
+            flip(store, plane, geometry, int(pages[1]), 1, 36)
+            look.require_same("a look", pool, pages, seen, look.fingerprint(pool, pages, columns))
+            flip(store, plane, geometry, int(pages[1]), 1, 35)
+            found = look.fingerprint(pool, pages, columns)
+            assert np.argwhere(found != seen).tolist() == [[1, index]]
+            flip(store, plane, geometry, int(pages[1]), 1, 35)
+        assert store.evidence is None
+        flip(store, planes[-1][0], planes[-1][1], int(pages[0]), 0, 0)
+        role = planes[-1][1].role
+        with pytest.raises(pk.Corruption, match=f"page {pages[0]} of pool {pool}.*plane {role} of") as bad:
+            look.require_same("a look", pool, pages, seen, look.fingerprint(pool, pages, columns))
+
+        assert store.evidence is bad.value
+        assert (bad.value.page_id, bad.value.role) == (int(pages[0]), role)
+
+
+def engine_of(store: pk.Store) -> TransferEngine:
+    assert store.sanitizer is not None
+    planes = {pool.name: planes_of(store, pool.name) for pool in store.config.pools}
+    mover = PageMover(store.device, store.ops, store.stream, planes)
+    return TransferEngine(mover, fingerprints=store.sanitizer.fingerprints)
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("direction", ["d2h", "h2d", "d2d"])
+@pytest.mark.parametrize(("profile", "pool", "backend"), [POOLS[4], POOLS[5]])
+def test_a_transfer_publishes_what_it_was_given(
+    profile: str, pool: str, backend: pk.DraftFullBackend | None, direction: Any, is_ordered: bool
+) -> None:
+    """C7.4, C13.2: equal bytes pass, whatever becomes of columns that are not committed; one bit stops the store."""
+    for is_broken in (False, True):
+        with opened(profile, backend=backend) as store:
+            engine, ledger = engine_of(store), store._ledgers.spaces[pool].pool
+            source, target = written(store, 100, pool), written(store, 100, pool, seed=5)
+            here, there = (np.array(store.page_ids(row, pool), np.int32) for row in (source, target))
+            extent = store.device.pinned((engine.mover.packed_bytes(pool, 2),), np.uint8)
+            extent[:] = 7
+            pages, columns = np.array([1, 0], np.int32), np.array([64, 36], np.int32)
+            sides = {"d2h": (here, pages), "h2d": (pages, there), "d2d": (here, there)}[direction]
+            transfer = engine.plan(direction, ledger, *sides, host_pages=0 if direction == "d2d" else 2)
+            assert engine.submit(transfer, None if direction == "d2d" else extent, columns=columns)
+            if direction == "d2h" or not is_ordered:
+                engine.wait(transfer)
+            else:
+                engine.order_before(transfer, store.stream)
+            plane, geometry = planes_of(store, pool)[0]
+            if direction == "d2h":
+                extent[-1] ^= 1  # the last plane's last row: of page 1 of the extent, which counts whole
+                extent[-1] ^= not is_broken
+            else:
+                flip(store, plane, geometry, int(there[1]), 1, 35 if is_broken else 36)
+            if is_broken:
+                with pytest.raises(pk.Corruption, match=f"publish of transfer {direction}"):
+                    engine.publish(transfer)
+                assert isinstance(store.evidence, pk.Corruption)
+                engine.wait(transfer)
+                assert engine.abort(transfer)
+            else:
+                engine.publish(transfer)
+            assert (engine.ledger.counters.published, ledger.pins_total) == (int(not is_broken), 0)
+
+
+def test_a_transfer_that_cannot_be_looked_at_is_refused() -> None:
+    """C7.4: columns of another form, or no extent; nothing was queued and the transfer is still planned."""
+    with opened() as store:
+        engine, sequence = engine_of(store), written(store, 100)
+        transfer = engine.plan("d2h", store._ledgers.spaces["main"].pool,
+                               np.array(store.page_ids(sequence), np.int32), np.arange(2, dtype=np.int32), host_pages=2)
+        extent = store.device.pinned((engine.mover.packed_bytes("main", 2),), np.uint8)
+        before = store.device.driver_calls
+        for columns in ([64], [64, 65], [-1, 0]):
+            with pytest.raises(pk.MisuseError, match="committed columns of transfer"):
+                engine.submit(transfer, extent, columns=np.array(columns, np.int32))
+        with pytest.raises(pk.MisuseError, match="a host extent of"):
+            engine.submit(transfer, None)
+
+        assert (store.device.driver_calls, transfer.state) == (before, "planned")
+        with pytest.raises(pk.MisuseError, match="publish of transfer"):
+            engine.publish(transfer)
+        assert engine.abort(transfer)
+
+
+@pytest.mark.parametrize("profile", pk.PROFILES)
+def test_poison_is_nan_in_the_plane_that_decides(profile: str) -> None:
+    """C11.1: BF16 codes, or the scales of K and of V, both where nobody wrote and in the guard page."""
+    kinds: dict[Any, Callable[..., Any]] = {
+        np.dtype(np.uint16): lambda bits: bits.view(np.float16), np.dtype(np.uint8): pk.codecs.e4m3_decode
+    }  # fmt: skip
+    planes = plane_inventory(profile, layers=1, kv_heads=1, head_dim=64, pages=1, order="page-major")
+    deciding = [plane for plane in planes if plane.role.endswith("scale")] or list(planes)
+    assert len(deciding) == 2
+    for plane in deciding:
+        for word in (unwritten_word(plane), GUARD_BYTE * 0x0101_0101):
+            bits = np.array([word], np.uint32).view(plane.dtype)
+            values = pk.codecs.bf16_to_f32(bits) if profile == "bf16" else kinds[plane.dtype](bits)
+            assert np.isnan(values).all()
