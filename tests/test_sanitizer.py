@@ -195,7 +195,11 @@ def test_an_entry_of_a_member_that_changed_is_caught() -> None:
         sequence = written(store, 100)
         table = store.block_tables["main"]
         store.device.copy(table[sequence.row, 1:2], np.array([5], np.int32) ^ table[sequence.row, 1], store.stream)
+        assert store.sanitizer is not None
         with pytest.raises(pk.Corruption, match=f"block 1 of row {sequence.row} .*expected its member"):
+            store.sanitizer.check()
+        assert isinstance(store.evidence, pk.Corruption), "the sanitizer's own check latches the store too"
+        with pytest.raises(pk.StoreLatched):
             store.check()
 
 
