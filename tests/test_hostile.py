@@ -30,7 +30,7 @@ CONFIG = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=256, max_concurren
 KEY = GraphKey("decode", "decode", 1, 1, is_masked=True, profile="bf16", geometry=GEOMETRY, max_context=256,
                scale=0.125)
 CRASH = """
-extern "C" __global__ void crash(int* target) { target[1 << 28] = 1; }
+extern "C" __global__ void crash(int* target) { target[1 << 12] = 1; }
 """
 NO_HANDLES: tuple[Any, ...] = (None, 5, "x", [], pk.Refusal("rows", 1, 0, forever=False))
 
