@@ -219,7 +219,7 @@ def test_a_fault_in_one_block_stops_the_launch_on_every_os_thread() -> None:
     """Blocks that wait by spinning for the failed one come back too."""
     text = r"""
 extern "C" __global__ void stuck(int* flag, int* out) {
-    if (blockIdx.x == 0) { out[1 << 28] = 1; }
+    if (blockIdx.x == 0) { out[1 << 12] = 1; }
     for (int i = 0; blockIdx.x < 3 && atomicAdd(flag, 0) == 0; ++i) {}
     for (int i = 0; i < 20000; ++i) atomicAdd(out, 1);
 }"""
