@@ -4,10 +4,12 @@
 //   fill_pages      (listed pages, heads, 1)    128     ops.zero_pages, ops.fill_pages, once per plane
 //   pack_pages      (listed pages, heads, 1)    128     ops.pack_pages, once per plane
 //   unpack_pages    (listed pages, heads, 1)    128     ops.unpack_pages, once per plane
+//   copy_columns    (heads, 1, 1)               128     ops.copy_columns, once per plane
 //   bf16_from_f32   (ceil(count / 256), 1, 1)   256     ops.bf16_from_f32
 //   f32_from_bf16   (ceil(count / 256), 1, 1)   256     ops.f32_from_bf16
 //
-// One page of one head is 64 rows, contiguous in both page orders and a multiple of 64 bytes for every plane.
+// One page of one head is 64 rows, contiguous in both page orders and a multiple of 64 bytes for every plane.  Its
+// first n rows need not fill 16-byte words: 33 rows of a 2-byte scale are 4 words and 2 bytes.
 // Read next: `append.cu`.
 
 #include "runtime.cuh"
@@ -51,6 +53,22 @@ extern "C" __global__ void unpack_pages(uint8_t* plane, const uint8_t* __restric
     }
 }
 PK_EXPORT(unpack_pages)
+
+// Copies the first column_bytes bytes of every head of page `source` to page `destination` of the same plane: a
+// partial tail's committed rows; nothing behind them is read or written.  (C10.5)  The two pages differ.  Words of 16
+// bytes first, then one byte per thread for a rest of 0 to 15 bytes.
+extern "C" __global__ void copy_columns(uint8_t* plane, int32_t source, int32_t destination, int64_t head_bytes,
+                                        int64_t page_bytes, int32_t column_bytes) {
+    const uint8_t* from = plane + source * page_bytes + blockIdx.x * head_bytes;
+    uint8_t* target = plane + destination * page_bytes + blockIdx.x * head_bytes;
+    const int32_t word_bytes = column_bytes & ~15;
+    for (int32_t at = threadIdx.x * 16; at < word_bytes; at += blockDim.x * 16) {
+        pagedkv::store16(target + at, pagedkv::load16(from + at));
+    }
+    const int32_t rest = word_bytes + static_cast<int32_t>(threadIdx.x);
+    if (rest < column_bytes) target[rest] = from[rest];
+}
+PK_EXPORT(copy_columns)
 
 // RNE; a NaN keeps its sign and upper payload and becomes quiet, as in pagedkv.codecs.f32_to_bf16.
 extern "C" __global__ void bf16_from_f32(uint16_t* destination, const float* __restrict__ source, int64_t count) {

@@ -5,7 +5,8 @@
                                                                                 encode_unrotated,
                                                                                 causal_attention_{decode,merge,prefill}
     page_moves        page_moves.cu                    -                        fill_pages, pack_pages, unpack_pages,
-                                                                                bf16_from_f32, f32_from_bf16
+                                                                                copy_columns, bf16_from_f32,
+                                                                                f32_from_bf16
     linear            linear.cu                        -                        linear_rows (the model runner's)
 
 Everything else (group size, page order, strides, counts) is a run-time argument, so that one module serves every

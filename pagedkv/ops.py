@@ -4,6 +4,7 @@
     causal_attention, causal_attention_cached append then attend; attend only
     zero_pages, fill_pages                    clear whole page groups, or fill them with a word
     pack_pages, unpack_pages                  gather and scatter whole page groups, for transfers
+    copy_columns                              copy a page group's committed columns to another (C10.5)
     bf16_from_f32, f32_from_bf16              conversions (NumPy and CuPy have no BF16)
     encode_unrotated                          codec edges, for tests (codecs 6)
 
@@ -47,6 +48,8 @@ FILL_THREADS = 128
 SCALE_MAX = 1e38
 """Times log2(e) it is still a finite float32, which is what kernels multiply scores with."""
 MOVE_PAGES_THREADS = 128
+PAGES_MAX = 1 << 31
+"""Page ids are int32 everywhere on a device (C11.1)."""
 
 
 class Ops:
@@ -241,6 +244,42 @@ class Ops:
             )
             launch((count, geometry.kv_heads, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
 
+    def copy_columns(
+        self, planes: Sequence[tuple[Array, PlaneGeometry]], source: int, destination: int, columns: int, *,
+        stream: Stream,
+    ) -> None:
+        """Copy the first columns of every head of one page group to another, in every plane given.  (C10.5, C14.4)
+
+        What a private tail needs of the page it is copied from: the rest of the destination keeps its bytes.
+
+        Launches: one per plane.  The three numbers are frozen at capture.
+
+        Args:
+            source: page id, 0 <= source < N of every plane; nothing of it changes.
+            destination: another page id, 0 <= destination < N of every plane.
+            columns: committed columns, 1 to 64; behind them nothing is read or written.
+
+        Raises:
+            MisuseError: a number outside its range, one page id for both, a plane that is not of its geometry, or
+                planes that overlap.
+        """
+        for plane, geometry in planes:
+            _check_plane(plane, geometry)
+        pages = min((geometry.pages for _, geometry in planes), default=PAGES_MAX)
+        source = _checked_integer("the source page of copied columns", source, 0, pages - 1)
+        destination = _checked_integer("the destination page of copied columns", destination, 0, pages - 1)
+        columns = _checked_integer("the number of copied columns", columns, 1, PAGE_TOKENS)
+        if source == destination:
+            raise MisuseError("the destination page of copied columns", expected=f"another page than source {source}",
+                              got=str(destination), remedy="copy into a page of its own", clause="C10.5")
+        check_disjoint([(f"plane {geometry.role} of layer {geometry.layer}", plane) for plane, geometry in planes],
+                       writes=None)
+        kernel = self._page_moves()["copy_columns"]
+        for plane, geometry in planes:
+            arguments = (plane, np.int32(source), np.int32(destination), np.int64(geometry.head_stride_bytes),
+                         np.int64(geometry.page_stride_bytes), np.int32(columns * geometry.row_bytes))
+            kernel.launch((geometry.kv_heads, 1, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
+
     def bf16_from_f32(self, destination: Array, source: Array, *, stream: Stream) -> None:
         """Round float32 to BF16 bits (uint16): RNE; a NaN keeps sign and upper payload and becomes quiet.  (C14.4)
 
@@ -310,7 +349,7 @@ class Ops:
         kernels = self._kernels.get(("", 0))
         if kernels is None:
             module = self._device.load(page_moves_module())
-            names = ("fill_pages", "pack_pages", "unpack_pages", "bf16_from_f32", "f32_from_bf16")
+            names = ("fill_pages", "pack_pages", "unpack_pages", "copy_columns", "bf16_from_f32", "f32_from_bf16")
             kernels = {name: module.kernel(name) for name in names}
             self._kernels["", 0] = kernels
         return kernels
@@ -448,6 +487,13 @@ def _check_view(view: object) -> None:
     if not isinstance(view, PagedKVBatchLayerView):
         raise MisuseError("the view", expected="a PagedKVBatchLayerView", got=type(view).__name__,
                           remedy="pass store.views[pool][layer], or `batched` of a PagedKVLayerView", clause="C14.1")
+
+
+def _checked_integer(name: str, value: object, first: int, last: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not first <= value <= last:
+        raise MisuseError(name, expected=f"an integer from {first} to {last}", got=repr(value),
+                          remedy="take page ids and columns from the ledgers", clause="C10.5")
+    return int(value)
 
 
 def _checked_scale(scale: float | None, head_dim: int) -> float:

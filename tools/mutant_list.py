@@ -26,6 +26,7 @@ TOUR = "tests/test_tour.py"
 LOOP = "tests/graphs/test_decode_loop.py"
 SHAPES = "tests/graphs/test_shapes.py"
 APPEND = "tests/kernels/test_append.py"
+COPIES = "tests/kernels/test_copy_columns.py"
 ATTENTION = "tests/kernels/test_causal_attention.py"
 INVARIANCE = "tests/kernels/test_attention_invariance.py"
 
@@ -226,6 +227,10 @@ MUTANTS: tuple[Mutant, ...] = (
            "if given_bytes < needed_bytes:", "if False:", (ATTENTION,)),
     Mutant("C14.4", "inert columns are written", "cuda_src/append.cu",
            "if (live_columns != nullptr && column >= live_columns[entry]) return place;", "", (APPEND,)),
+    Mutant("C10.5", "the last committed column of a tail is left behind", "pagedkv/ops.py",
+           "np.int32(columns * geometry.row_bytes)", "np.int32((columns - 1) * geometry.row_bytes)", (COPIES,)),
+    Mutant("C10.5", "a tail's copy takes what lies behind the frontier", "cuda_src/page_moves.cu",
+           "at < word_bytes;", "at < head_bytes;", (COPIES,)),
     Mutant("C14.5", "a query does not see its own key", "cuda_src/causal_attention.cu",
            "if (page_begin + key > row_positions[r]) scores[half][r] = -infinity();",
            "if (page_begin + key >= row_positions[r]) scores[half][r] = -infinity();", (ATTENTION,)),

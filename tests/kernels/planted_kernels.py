@@ -17,7 +17,13 @@ from typing import Any
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.tools.kernel_set import read_headers
 from tests.host.codec_cases import QUANTIZED_SIDES
-from tests.kernels import test_append, test_attention_invariance, test_causal_attention, test_scenarios
+from tests.kernels import (
+    test_append,
+    test_attention_invariance,
+    test_causal_attention,
+    test_copy_columns,
+    test_scenarios,
+)
 from tests.kernels.kernel_texts import flat_text
 
 _EXPORT = re.compile(r"^PK_EXPORT\((\w+)\)$", re.MULTILINE)
@@ -89,10 +95,12 @@ class _PlantedModule:
         return (self.changed if name in self.names else self.module).kernel(name)
 
 
-APPEND, ATTENTION = "append.cu", "causal_attention.cu"
+APPEND, ATTENTION, MOVES = "append.cu", "causal_attention.cu", "page_moves.cu"
 BYTES = test_append.test_an_append_across_a_page_writes_the_codec_bytes_and_no_other
 STEP = test_causal_attention.test_a_decode_step_meets_the_criterion
 COLUMNS = test_causal_attention.test_several_columns_meet_the_criterion
+COPY = test_copy_columns.test_the_columns_arrive_and_no_other_byte_changes
+SCALES = {"profile": "fp8-e4m3-row", "head_dim": 64, "order": "page-major"}
 VERIFY = {"head_dim": 64, "route": "decode", "width": 6, "position": 17}
 
 ORDER_OF_THREADS = (
@@ -156,6 +164,53 @@ PLACES = (
         "a page offset of an append has 32 bits", "page_address.cuh", APPEND,
         (("page * plane.page_bytes +", "static_cast<int>(page * plane.page_bytes) +"),),
         test_scenarios.test_pages_behind_4_gib_are_addressed, {"order": "page-major"},
+    ),
+)  # fmt: skip
+
+COPIES = (
+    Planted(
+        "a whole page is copied", MOVES, MOVES,
+        (("at < word_bytes;", "at < head_bytes;"),), COPY, {**SCALES, "profile": "bf16"},
+    ),
+    Planted(
+        "columns are rounded down to words", MOVES, MOVES,
+        (("if (rest < column_bytes) target[rest] = from[rest];", ""),), COPY, SCALES,
+    ),
+    Planted(
+        "columns are rounded up to words", MOVES, MOVES,
+        (("word_bytes = column_bytes & ~15;", "word_bytes = (column_bytes + 15) & ~15;"),), COPY, SCALES,
+    ),
+    Planted(
+        "the rest is one byte longer", MOVES, MOVES,
+        (("if (rest < column_bytes)", "if (rest <= column_bytes)"),), COPY, SCALES,
+    ),
+    Planted(
+        "heads of the destination stand as close as their columns", MOVES, MOVES,
+        (("destination * page_bytes + blockIdx.x * head_bytes;",
+          "destination * page_bytes + blockIdx.x * column_bytes;"),),
+        COPY, SCALES,
+    ),
+    Planted(
+        "every head copies the first", MOVES, MOVES,
+        (("plane + source * page_bytes + blockIdx.x * head_bytes;", "plane + source * page_bytes;"),),
+        COPY, {**SCALES, "order": "head-major"},
+    ),
+    Planted(
+        "source and destination are exchanged", MOVES, MOVES,
+        (("from = plane + source *", "from = plane + destination *"),
+         ("target = plane + destination *", "target = plane + source *")),
+        COPY, SCALES,
+    ),
+    Planted(
+        "a copied page has a 32-bit offset", MOVES, MOVES,
+        (("plane + source * page_bytes", "plane + static_cast<int32_t>(source * page_bytes)"),),
+        test_copy_columns.test_columns_behind_4_gib_are_copied, {"order": "page-major"},
+    ),
+    Planted(
+        "a copied head has a 32-bit offset", MOVES, MOVES,
+        (("destination * page_bytes + blockIdx.x * head_bytes",
+          "destination * page_bytes + static_cast<int32_t>(blockIdx.x * head_bytes)"),),
+        test_copy_columns.test_columns_behind_4_gib_are_copied, {"order": "head-major"},
     ),
 )  # fmt: skip
 
@@ -224,8 +279,9 @@ NUMBERS = (
     ),
 )  # fmt: skip
 
-PLANTED = (*ORDER_OF_THREADS, *PLACES, *NUMBERS)
+PLANTED = (*ORDER_OF_THREADS, *PLACES, *COPIES, *NUMBERS)
 CONTROLS = (
     control(APPEND, BYTES, profile="nvfp4-g16", head_dim=64),
     control(ATTENTION, STEP, profile="bf16", head_dim=64, position=64),
+    control(MOVES, COPY, **SCALES),
 )

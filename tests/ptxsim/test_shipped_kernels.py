@@ -64,7 +64,7 @@ def test_both_executions_give_the_same_bits(
 
 
 def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevice) -> None:
-    """C14.4: fill_pages, pack_pages, unpack_pages and both conversions; NaN payloads, ties and subnormals."""
+    """C14.4: pages filled, packed, unpacked and copied in part, both conversions; NaN payloads, ties, subnormals."""
     rng = np.random.default_rng(3)
     floats = rng.integers(0, 1 << 32, 1000, dtype=np.uint64).astype(np.uint32).view(np.float32)
     halves = np.arange(0, 1 << 16, 61, dtype=np.uint16)
@@ -77,6 +77,9 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
         words = [0x7FC07FC0, 0xFFFFFFFF, 0x7E007E00, 0x7F7F7F7F]
         cache.ops.fill_pages(list(zip(planes, cache.geometries, strict=True)), cache.ints([2]), words,
                              stream=cache.stream)  # fmt: skip
+        for source, destination, columns in ((3, 6, 33), (7, 4, 64), (0, 8, 1)):
+            cache.ops.copy_columns(list(zip(planes, cache.geometries, strict=True)), source, destination, columns,
+                                   stream=cache.stream)  # fmt: skip
         rounded, promoted = cache.put(np.zeros(1000, np.uint16)), cache.put(np.zeros(halves.size, np.uint32))
         cache.ops.bf16_from_f32(rounded, cache.put(floats), stream=cache.stream)
         cache.ops.f32_from_bf16(promoted.view(np.float32), cache.put(halves), stream=cache.stream)
@@ -90,7 +93,7 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
         results.append({**cache.host_planes(), **packed, **converted})
 
     assert_same_bits(results[0], results[1])
-    kernels = {"fill_pages", "pack_pages", "unpack_pages", "bf16_from_f32", "f32_from_bf16"}
+    kernels = {"fill_pages", "pack_pages", "unpack_pages", "copy_columns", "bf16_from_f32", "f32_from_bf16"}
     assert kernels == {launch.kernel for launch in simulated.launches}
 
 
@@ -163,6 +166,29 @@ def test_append_stores_each_row_once_in_whole_sectors(
     allocations = launch.result.counters["allocs"].items()
     inputs = sum(counters["load_bytes"] for name, counters in allocations if name.startswith("uint16(1, "))
     assert 2 * tokens * kv_heads * head_dim * 2 == inputs
+
+
+@pytest.mark.parametrize("columns", [1, 33, 64])
+@pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
+def test_copied_columns_move_each_committed_byte_once_and_no_other(
+    simulated: SimulatedDevice, profile: str, head_dim: int, columns: int
+) -> None:
+    """C10.5: columns behind the committed ones are unwritten: one that is read would be reported."""
+    kv_heads = 2
+    device: Any = simulated
+    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 2), rng=None)
+    cache.fill(np.random.default_rng(1), 0, columns)
+    view = cache.view
+    planes = [plane for plane in (view.k_pages, view.v_pages, view.k_scales, view.v_scales) if plane is not None]
+
+    cache.ops.copy_columns(list(zip(planes, cache.geometries, strict=True)), int(cache.table[0, 0]), 2, columns,
+                           stream=cache.stream)  # fmt: skip
+
+    for launch, plane, geometry in zip(simulated.launches[1:], planes, cache.geometries, strict=True):
+        assert launch.grid == (kv_heads, 1, 1)
+        counters = launch.plane(plane)
+        moved = kv_heads * columns * geometry.row_bytes
+        assert (moved, moved) == (counters["load_bytes"], counters["store_bytes"]), geometry.role
 
 
 @pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
