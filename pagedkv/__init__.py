@@ -12,6 +12,7 @@ CuPy nor a compiler.  Read next: `tests/test_tour.py`, then `quantities.py`.
 from __future__ import annotations
 
 from pagedkv import codecs
+from pagedkv.activation import ActivationPlan, ActivationTarget, PoolPlan, Refusal
 from pagedkv.attention_shape import AttentionShape, Route, workspace_bytes
 from pagedkv.clauses import Clause, clause, clauses
 from pagedkv.config import (
@@ -23,6 +24,7 @@ from pagedkv.config import (
     PoolConfig,
     StoreConfig,
 )
+from pagedkv.continuation import Continuation
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Device, Event, Graph, Kernel, ModuleSpec, Stream, cpu_only
 from pagedkv.errors import (
@@ -36,6 +38,7 @@ from pagedkv.errors import (
     MissingRequirement,
     MisuseError,
     PagedKVError,
+    SnapshotRefused,
     StaleHandle,
     StoreLatched,
     StreamHazard,
@@ -45,12 +48,13 @@ from pagedkv.errors import (
 from pagedkv.kernels import shipped_modules
 from pagedkv.layout import control_words
 from pagedkv.ledgers import Batch
+from pagedkv.opening import open_store
 from pagedkv.ops import Ops
 from pagedkv.planner import CapacityPlan, plan
 from pagedkv.profiles import PROFILES, Profile
 from pagedkv.quantities import PAGE_TOKENS
-from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
-from pagedkv.store import Store, open_store
+from pagedkv.sequence import Sequence
+from pagedkv.store import Store
 from pagedkv.unit_guard import SubmittedUnit
 from pagedkv.views import PagedKVBatchLayerView, PagedKVLayerView
 
@@ -68,6 +72,7 @@ __all__ = [
     "CaptureRefused",
     "Clause",
     "ConfigError",
+    "Continuation",
     "Corruption",
     "Device",
     "DeviceFault",
@@ -87,10 +92,12 @@ __all__ = [
     "PagedKVError",
     "PagedKVLayerView",
     "PoolConfig",
+    "PoolPlan",
     "Profile",
     "Refusal",
     "Route",
     "Sequence",
+    "SnapshotRefused",
     "StaleHandle",
     "Store",
     "StoreConfig",

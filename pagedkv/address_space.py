@@ -3,10 +3,12 @@
 Each space is an ordered list of logical pages (its *membership*) with token-exact limits.  On the
 number line of one row, all in tokens, with every segment labelled:
 
-    0 ------------ frontier ------------ mapped_end ---------- bound_end ---------- limit
-    [ committed   )[ mapped, provisional )[ bound, unmapped    )[ promised, no id   )
-      readable       writable by units      ids known, reserved   reserved
+    0 ---- shared_end ---- frontier ------------ mapped_end ---------- bound_end ---------- limit
+    [ immutable )[ committed )[ mapped, provisional )[ bound, unmapped    )[ promised, no id   )
+      no writer    readable     writable by units      ids known, reserved   reserved
 
+    shared_end pages below it may belong to other spaces: full, and without a writer (C7.5); from it on
+               every page is this row's own; a multiple of P
     frontier   committed frontier, any token (C9.1, C16.6)
     mapped_end membership ends here; a multiple of P; may exceed the frontier
     bound_end  ids are named up to here, in windows of 64 pages (C6.5)
@@ -51,7 +53,7 @@ class AddressSpaces:
 
     Attributes:
         members: (C, L) int32, logical pages below `bound_end`, -1 beyond.
-        frontier, mapped_end, bound_end, limit: (C,) int32, tokens, as drawn above; 0 in rows without a space.
+        shared_end, frontier, mapped_end, bound_end, limit: (C,) int32, tokens, as drawn above; 0 in rows without one.
         ceiling: (C,) int32, min(limit, S): what one comparison per step is made with.
 
     The columns, and the mirror of the table, are written by the methods below alone.
@@ -66,6 +68,7 @@ class AddressSpaces:
         self.table = table
         rows = table.mirror.shape[0]
         self.members = np.full((rows, table.blocks), -1, np.int32)
+        self.shared_end = np.zeros(rows, np.int32)
         self.frontier = np.zeros(rows, np.int32)
         self.mapped_end = np.zeros(rows, np.int32)
         self.bound_end = np.zeros(rows, np.int32)
@@ -79,6 +82,46 @@ class AddressSpaces:
         assert self.limit[row] == 0, f"row {row} of pool {self.pool.name} holds a space already"
         self.limit[row] = entitlement_pages * PAGE_TOKENS
         self.ceiling[row] = min(entitlement_pages * PAGE_TOKENS, self.max_context)
+
+    def adopt(self, row: int, members: Ids, *, frontier: int, entitlement_pages: int) -> None:
+        """Start a space from pages that hold [0, frontier), each with this space's active reference.  (C10.3)
+
+        Full pages stay without a writer; the writer of a partial tail is the row.
+        """
+        self.open(row, entitlement_pages=entitlement_pages)
+        count = members.size
+        assert count == pages_for_tokens(frontier), f"{count} pages for {frontier} tokens"
+        self.members[row, :count] = members
+        self.table.mirror[row, :count] = self.pages.device[members]
+        self.frontier[row] = frontier
+        self.shared_end[row] = frontier & ~PAGE_MASK
+        self.mapped_end[row] = self.bound_end[row] = count * PAGE_TOKENS
+
+    def freeze(self, row: int) -> Ids:
+        """Take the writer from every full committed page, and return all of them in block order.  (C10.6)"""
+        first, full = int(self.shared_end[row]) >> PAGE_SHIFT, int(self.frontier[row]) >> PAGE_SHIFT
+        self.pages.freeze(self.members[row, first:full], PAGE_TOKENS)
+        self.shared_end[row] = full << PAGE_SHIFT
+        return self.members[row, :full].copy()
+
+    def detach(self, row: int) -> tuple[Ids, int]:
+        """Give up reservation and row; the pages of a trimmed space stay, with an inactive reference.  (C9.8)
+
+        Returns:
+            The logical pages in block order, and the frontier.
+        """
+        frontier, mapped = int(self.frontier[row]), self.membership_pages(row)
+        assert mapped == pages_for_tokens(frontier), f"row {row} of pool {self.pool.name} is not trimmed"
+        self.freeze(row)
+        members = self.members[row, :mapped].copy()
+        self.pages.freeze(members[frontier >> PAGE_SHIFT :], frontier & PAGE_MASK)
+        self.pages.deactivate(members)
+        self._vacate(row, mapped)
+        return members, frontier
+
+    def provisional_pages(self, row: int) -> int:
+        """Return how many mapped pages lie wholly behind the frontier.  (C9.1)"""
+        return self.membership_pages(row) - pages_for_tokens(int(self.frontier[row]))
 
     def spread(self, rows: npt.NDArray[np.int64], values: Tokens) -> Tokens:
         """Return (C,) int32 with values at rows and 0, the neutral value, elsewhere."""
@@ -171,6 +214,9 @@ class AddressSpaces:
 
         Returns:
             How many pages were trimmed.
+
+        Raises:
+            MisuseError: another space references a trailing page, or a copy uses one; nothing changed.
         """
         keep_ends = (np.maximum(self.frontier, provisional) + PAGE_MASK) & ~PAGE_MASK
         rows = np.flatnonzero(self.mapped_end > keep_ends)
@@ -179,8 +225,9 @@ class AddressSpaces:
         keep_blocks = (keep_ends[rows] >> PAGE_SHIFT).astype(np.int64)
         counts = (self.mapped_end[rows] >> PAGE_SHIFT).astype(np.int64) - keep_blocks
         flat = flatten_ranges(rows, keep_blocks, counts)
-        self.pool.dematerialize(self.table.mirror[flat])
         logical = self.members[flat]
+        self.pages.require_private(logical, f"trim in pool {self.pool.name}")
+        self.pool.dematerialize(self.table.mirror[flat])
         self.pages.renew(logical)
         self.mapped_end[rows] = keep_ends[rows]
         return int(counts.sum())
@@ -191,31 +238,49 @@ class AddressSpaces:
         The page that is cut inside gets a new content epoch; an equal frontier only trims (C7.6).
 
         Raises:
-            MisuseError: tokens is negative or above the committed frontier, or a copy uses a page that is cut or
-                trimmed (C7.4); nothing changed.
+            MisuseError: tokens is negative or above the committed frontier, or another space references a page that
+                is cut or trimmed, or a copy uses one (C7.4); nothing changed.
         """
         committed = int(self.frontier[row])
         if not 0 <= tokens <= committed:
             raise MisuseError(f"truncate of row {row} of pool {self.pool.name}", expected=f"0 to {committed} tokens",
                               got=tokens, remedy="truncate only lowers a committed frontier", clause="C9.10")
-        self.pool.require_unpinned(self.mapped_ids(row)[tokens >> PAGE_SHIFT :], "truncate")
+        first_cut = tokens >> PAGE_SHIFT
+        self.pool.require_unpinned(self.mapped_ids(row)[first_cut:], "truncate")
+        immutable = self.members[row, first_cut : int(self.shared_end[row]) >> PAGE_SHIFT]
+        self.pages.require_private(immutable, f"truncate of row {row} of pool {self.pool.name}")
+        self.pages.thaw(immutable, row)
+        self.shared_end[row] = min(int(self.shared_end[row]), first_cut << PAGE_SHIFT)
         if tokens < committed and tokens & PAGE_MASK:
-            self.pages.renew_content(self.members[row, tokens >> PAGE_SHIFT : (tokens >> PAGE_SHIFT) + 1])
+            self.pages.renew_content(self.members[row, first_cut : first_cut + 1])
         self.frontier[row] = tokens
         provisional = np.full_like(self.frontier, HOLD)
         provisional[row] = 0
         self.trim(provisional)
 
     def close(self, row: int) -> None:
-        """Give up the row's membership and reservation; every page returns to available.  (C9.8)"""
-        mapped, bound = self.membership_pages(row), int(self.bound_end[row]) >> PAGE_SHIFT
-        entitlement = self.entitlement_pages(row)
-        self.pool.release(self.table.mirror[row, :bound], leased=mapped)
-        self.pool.shrink(entitlement - bound)
-        self.pages.recycle(self.members[row, :bound])
+        """Give up membership and reservation; a page returns to available with its last reference.  (C9.8)"""
+        shared, mapped = int(self.shared_end[row]) >> PAGE_SHIFT, self.membership_pages(row)
+        private = self.members[row, shared : int(self.bound_end[row]) >> PAGE_SHIFT]
+        self.pool.release(self.pages.device[private], leased=mapped - shared)
+        self.pages.recycle(private)
+        if shared:
+            immutable = self.members[row, :shared]
+            self.pages.deactivate(immutable)
+            page_ids = self.pages.release(immutable)
+            self.pool.release(page_ids, leased=page_ids.size)
+        self._vacate(row, int(self.bound_end[row]) >> PAGE_SHIFT)
+
+    def _vacate(self, row: int, kept: int) -> None:
+        """Return the bound pages from block `kept` on and the promise behind them, and clear the row."""
+        bound = int(self.bound_end[row]) >> PAGE_SHIFT
+        unmapped = self.members[row, kept:bound]
+        self.pool.release(self.pages.device[unmapped], leased=0)
+        self.pages.recycle(unmapped)
+        self.pool.shrink(self.entitlement_pages(row) - bound)
         self.table.mirror[row, :bound] = UNMAPPED
         self.members[row, :bound] = -1
-        self.frontier[row] = self.mapped_end[row] = self.bound_end[row] = 0
+        self.shared_end[row] = self.frontier[row] = self.mapped_end[row] = self.bound_end[row] = 0
         self.limit[row] = self.ceiling[row] = 0
 
     def lease(self, row: int, block: int) -> DevicePageLease:
@@ -244,15 +309,15 @@ class AddressSpaces:
                               remedy="take the lease anew from the address space", clause="C6.1")
 
     def mapped_mask(self) -> npt.NDArray[np.bool_]:
-        """Return a (capacity,) array that is True at every leased page group."""
-        mask = np.zeros(self.pool.capacity, np.bool_)
-        mask[self.table.mirror[self.columns_below(self.mapped_end)]] = True
+        """Return a (capacity,) array that is True at every leased page group, of active and inactive spaces."""
+        mask = self.held_mask()
+        mask[self.table.mirror[self.columns_below(self.bound_end) & ~self.columns_below(self.mapped_end)]] = False
         return mask
 
-    def bound_mask(self) -> npt.NDArray[np.bool_]:
+    def held_mask(self) -> npt.NDArray[np.bool_]:
         """Return a (capacity,) array that is True at every leased or bound page group."""
         mask = np.zeros(self.pool.capacity, np.bool_)
-        mask[self.table.mirror[self.columns_below(self.bound_end)]] = True
+        mask[self.pages.device[self.pages.references > 0]] = True
         return mask
 
     def mapped_ids(self, row: int) -> Ids:

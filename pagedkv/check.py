@@ -4,8 +4,8 @@ Every function recomputes from the columns what the ledgers keep as counters or 
 the law with both sides in the message.  `check_ledgers` runs all of them; `Store.check` adds what
 only the device knows.  Cost: linear in pages, so it runs at boundaries, never in a step.
 
-Without a function: 9 and 16, because no page has a host replica and nothing looks KV up by its content;
-14 and 15, because views and kernels are no ledger and have tests of their own.
+Without a function: 9 and 16, because no page has a host replica and `activation.py` refuses KV without the caller's
+state; 14 and 15, because views and kernels are no ledger and have tests of their own.
 
 Read next: `store.py`.
 """
@@ -22,6 +22,7 @@ from pagedkv.config import PoolConfig
 from pagedkv.ledgers import StoreLedgers
 from pagedkv.planes import PlaneGeometry
 from pagedkv.quantities import PAGE_SHIFT, PAGE_TOKENS
+from pagedkv.retained_spaces import RetainedSpaces
 
 
 def check_ledgers(ledgers: StoreLedgers) -> None:
@@ -34,8 +35,9 @@ def check_ledgers(ledgers: StoreLedgers) -> None:
         check_4_occupancy(spaces)
         check_5_identities_are_independent(spaces)
         check_6_frontiers(spaces)
-        check_7_one_writer(spaces)
-        check_8_shared_pages_are_immutable(spaces)
+        retained = ledgers.continuations.retained[pool.name]
+        check_7_one_writer(spaces, retained)
+        check_8_shared_pages_are_immutable(spaces, retained)
         check_10_entitlement_is_reserved(spaces)
         check_12_rows(ledgers, spaces)
     check_11_units_are_covered(ledgers)
@@ -50,7 +52,6 @@ def check_1_one_replica_per_lease(spaces: AddressSpaces) -> None:
     bound = spaces.columns_below(spaces.bound_end)
     page_ids, logical = spaces.table.mirror[bound], spaces.members[bound]
     assert (spaces.pages.device[logical] == page_ids).all(), f"{_name(spaces)}: table and descriptors disagree"
-    assert held.size == page_ids.size, f"{_name(spaces)}: {held.size} descriptors hold pages, tables {page_ids.size}"
 
 
 def check_2_planes_share_one_frontier(pool: PoolConfig) -> None:
@@ -72,14 +73,15 @@ def check_3_one_id_for_all_planes(pool: PoolConfig, spaces: AddressSpaces) -> No
 def check_4_occupancy(spaces: AddressSpaces) -> None:
     """C16.4, C6.2: leases + reservations + available = capacity, and the ids behind them add up (S31)."""
     pool = spaces.pool
-    leased = int(spaces.mapped_end.sum()) >> PAGE_SHIFT
-    bound = (int(spaces.bound_end.sum()) >> PAGE_SHIFT) - leased
-    reserved = (int(spaces.limit.sum()) >> PAGE_SHIFT) - leased
+    members = int(spaces.mapped_end.sum()) >> PAGE_SHIFT
+    bound = (int(spaces.bound_end.sum()) >> PAGE_SHIFT) - members
+    reserved = (int(spaces.limit.sum()) >> PAGE_SHIFT) - members
+    leased = int(np.count_nonzero(spaces.pages.references)) - bound
     assert pool.allocated == leased, f"{_name(spaces)}: allocated {pool.allocated}, leases {leased}"
     assert pool.bound == bound, f"{_name(spaces)}: bound {pool.bound}, ids bound {bound}"
     assert pool.reserved == reserved, f"{_name(spaces)}: reserved {pool.reserved}, reservations {reserved}"
     assert 0 <= pool.available <= pool.capacity, f"{_name(spaces)}: available {pool.available} of {pool.capacity}"
-    held = spaces.bound_mask()
+    held = spaces.held_mask()
     assert (held == (pool.serials != 0)).all(), f"{_name(spaces)}: serials and held ids disagree"
     free = pool.free_runs.mask()
     assert (free ^ held).all(), f"{_name(spaces)}: an id is both free and held, or neither"
@@ -92,6 +94,9 @@ def check_4_occupancy(spaces: AddressSpaces) -> None:
 def check_5_identities_are_independent(spaces: AddressSpaces) -> None:
     """C16.5, C7.3: a live descriptor has its own serial and content epoch; every other one is free."""
     live = spaces.pages.serial != 0
+    assert (live == (spaces.pages.references + spaces.pages.pins > 0)).all(), (
+        f"{_name(spaces)}: a descriptor lives without references and pins"
+    )
     assert (live ^ spaces.pages.free_runs.mask()).all(), f"{_name(spaces)}: a descriptor is free and live, or neither"
     assert (live == (spaces.pages.device >= 0)).all(), f"{_name(spaces)}: a live descriptor without a replica"
     for what, column in (("serial", spaces.pages.serial), ("content epoch", spaces.pages.content)):
@@ -100,37 +105,72 @@ def check_5_identities_are_independent(spaces: AddressSpaces) -> None:
 
 
 def check_6_frontiers(spaces: AddressSpaces) -> None:
-    """C16.6, C9.1: 0 <= frontier <= mapped_end <= bound_end <= limit; all but the frontier whole pages."""
-    order = (spaces.frontier, spaces.mapped_end, spaces.bound_end, spaces.limit)
-    assert (spaces.frontier >= 0).all(), f"{_name(spaces)}: a negative frontier"
+    """C16.6, C9.1: 0 <= shared_end <= frontier <= mapped_end <= bound_end <= limit; all whole pages but frontier."""
+    order = (spaces.shared_end, spaces.frontier, spaces.mapped_end, spaces.bound_end, spaces.limit)
+    assert (spaces.shared_end >= 0).all(), f"{_name(spaces)}: a negative shared_end"
+    assert not (spaces.shared_end % PAGE_TOKENS).any(), f"{_name(spaces)}: shared_end is inside a page"
     for low, high in itertools.pairwise(order):
         assert (low <= high).all(), f"{_name(spaces)}: {low.tolist()} exceeds {high.tolist()}"
-    for column in order[1:]:
+    for column in order[2:]:
         assert not (column % PAGE_TOKENS).any(), f"{_name(spaces)}: {column.tolist()} are not whole pages"
     ceiling = np.minimum(spaces.limit, spaces.max_context)
     assert (spaces.ceiling == ceiling).all(), f"{_name(spaces)}: ceilings {spaces.ceiling.tolist()}, {ceiling.tolist()}"
     assert int(spaces.limit.max()) <= spaces.table.blocks * PAGE_TOKENS, f"{_name(spaces)}: entitlement beyond L"
 
 
-def check_7_one_writer(spaces: AddressSpaces) -> None:
-    """C16.7, C7.5: a page of an active space has exactly its row as writer, at its block."""
-    rows, blocks = np.nonzero(spaces.columns_below(spaces.bound_end))
+def check_7_one_writer(spaces: AddressSpaces, retained: RetainedSpaces) -> None:
+    """C16.7, C7.5: a row writes its own pages alone, and protected columns are as the inactive spaces say (C7.8)."""
+    pages = spaces.pages
+    rows, blocks = np.nonzero(spaces.columns_below(spaces.bound_end) & ~spaces.columns_below(spaces.shared_end))
     logical = spaces.members[rows, blocks]
-    assert np.unique(logical).size == logical.size, f"{_name(spaces)}: a page is in two places"
-    assert (spaces.pages.writer[logical] == rows).all(), f"{_name(spaces)}: a page's writer is another row"
-    assert (spaces.pages.block[logical] == blocks).all(), f"{_name(spaces)}: a page stands at another block"
+    assert np.unique(logical).size == logical.size, f"{_name(spaces)}: a written page is in two places"
+    assert (pages.writer[logical] == rows).all(), f"{_name(spaces)}: a page's writer is another row"
+    assert np.count_nonzero(pages.writer >= 0) == logical.size, f"{_name(spaces)}: a page has a writer elsewhere"
+    protected, protectors = np.zeros_like(pages.protected), np.zeros_like(pages.protectors)
+    for space in retained.spaces.values():
+        assert 0 <= space.protected_frontier <= space.frontier, f"{_name(spaces)}: protection beyond the frontier"
+        starts = np.arange(space.members.size) * PAGE_TOKENS
+        columns = np.clip(space.protected_frontier - starts, 0, PAGE_TOKENS)
+        protected[space.members] = np.maximum(protected[space.members], columns)
+        protectors[space.members] += columns == PAGE_TOKENS
+    assert (pages.protected == protected).all(), f"{_name(spaces)}: protected columns drifted"
+    assert (pages.protectors == protectors).all(), f"{_name(spaces)}: protectors drifted"
+    assert (pages.protected <= PAGE_TOKENS * (pages.references > pages.active)).all(), (
+        f"{_name(spaces)}: a page that no inactive space holds is protected"
+    )
 
 
-def check_8_shared_pages_are_immutable(spaces: AddressSpaces) -> None:
-    """C16.8, C7.5: a writer implies one reference."""
-    written = spaces.pages.writer >= 0
-    assert (spaces.pages.references[written] == 1).all(), f"{_name(spaces)}: a shared page has a writer"
+def check_8_shared_pages_are_immutable(spaces: AddressSpaces, retained: RetainedSpaces) -> None:
+    """C16.8, C7.5: references are counted, a writer implies one, and what several spaces hold is full."""
+    pages = spaces.pages
+    references, active = np.zeros_like(pages.references), np.zeros_like(pages.active)
+    rows, blocks = np.nonzero(spaces.columns_below(spaces.bound_end))
+    np.add.at(active, spaces.members[rows, blocks], 1)
+    assert (pages.block[spaces.members[rows, blocks]] == blocks).all(), f"{_name(spaces)}: a page at another block"
+    for space in retained.spaces.values():
+        references[space.members] += 1
+        full, tail = space.frontier >> PAGE_SHIFT, space.frontier % PAGE_TOKENS
+        assert space.members.size == full + (tail > 0), f"{_name(spaces)}: {space.members.size} pages, {space.frontier}"
+        assert np.unique(space.members).size == space.members.size, f"{_name(spaces)}: a page twice in one space"
+        assert (pages.block[space.members] == np.arange(space.members.size)).all(), f"{_name(spaces)}: another block"
+        assert (pages.committed[space.members[:full]] == PAGE_TOKENS).all(), f"{_name(spaces)}: a page is not full"
+        assert (pages.committed[space.members[full:]] == tail).all(), f"{_name(spaces)}: another tail"
+    assert (pages.active == active).all(), f"{_name(spaces)}: active references drifted"
+    assert (pages.references == references + active).all(), f"{_name(spaces)}: references drifted"
+    shared = pages.references > 1
+    assert (pages.writer[shared] < 0).all(), f"{_name(spaces)}: a shared page has a writer"
+    assert (pages.committed[shared] == PAGE_TOKENS).all(), f"{_name(spaces)}: a shared page is not full"
+    immutable = spaces.members[spaces.columns_below(spaces.shared_end)]
+    assert (pages.writer[immutable] < 0).all(), f"{_name(spaces)}: a writer below shared_end"
+    assert (pages.committed[immutable] == PAGE_TOKENS).all(), f"{_name(spaces)}: a page below shared_end is not full"
+    assert pages.pins_total == int(pages.pins.sum()), f"{_name(spaces)}: the count of pins drifted"
 
 
 def check_10_entitlement_is_reserved(spaces: AddressSpaces) -> None:
     """C16.10: what active rows are guaranteed is in no one's available capacity."""
-    entitled = int(spaces.limit.sum()) >> PAGE_SHIFT
-    assert spaces.pool.available == spaces.pool.capacity - entitled, f"{_name(spaces)}: entitlement is available"
+    promised = (int(spaces.limit.sum()) - int(spaces.mapped_end.sum())) >> PAGE_SHIFT
+    leased = int(np.count_nonzero(spaces.mapped_mask()))
+    assert spaces.pool.available == spaces.pool.capacity - promised - leased, f"{_name(spaces)}: entitlement available"
 
 
 def check_11_units_are_covered(ledgers: StoreLedgers) -> None:

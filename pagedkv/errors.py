@@ -14,6 +14,7 @@ every refusal.  Scarcity inside a step is an answer (a value), never an exceptio
       CapacityError                     scarcity while a store is built
       TransferFailed                    a copy of pages could not be queued; nothing was published
       ActivationRefused                 scarcity at `activate`; carries the Refusal (C10.9)
+      SnapshotRefused                   scarcity, or provisional pages, at `snapshot`; carries the Refusal (C10.6)
       DeviceFault                       a kernel failed: kernel, block and thread
         Corruption                      bytes or entries that nobody was to change (sanitizer mode)
         StreamHazard                    work in the wrong order, memory re-used too early (cpu device, deferred)
@@ -90,6 +91,10 @@ class CapacityError(PagedKVError):
 
 class ActivationRefused(PagedKVError):
     """`activate` could not be honoured now; `refusal` carries the numbers (C10.9)."""
+
+
+class SnapshotRefused(PagedKVError):
+    """`snapshot` could not be honoured now; `refusal` carries the numbers (C10.6)."""
 
 
 class TransferFailed(PagedKVError):

@@ -16,13 +16,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.activation import ActivationPlan, Activations, ActivationTarget, PreparedActivation, Refusal
 from pagedkv.address_space import HOLD, AddressSpaces, Tokens
 from pagedkv.block_tables import BlockTable, TableSlices
 from pagedkv.config import VERIFY_WIDTH_MAX, StoreConfig
+from pagedkv.continuation import Continuation, Continuations
 from pagedkv.errors import MisuseError
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
-from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence, Sequences
+from pagedkv.retained_spaces import RetainedSpaces
+from pagedkv.sequence import Sequence, Sequences
+from pagedkv.snapshot import PreparedSnapshot, Snapshots
 from pagedkv.unit_guard import EntryColumns, SubmittedUnit, UnitGuard, rows_mask_of
 
 Columns = int | SequenceOf[int] | npt.NDArray[np.int32]
@@ -62,7 +66,12 @@ class StoreLedgers:
             )
             for pool in config.pools
         }
-        self.sequences = Sequences(config, tuple(self.spaces.values()), store_id)
+        self.sequences = Sequences(config.max_concurrency, store_id)
+        self.continuations = Continuations(
+            {name: RetainedSpaces(spaces.pool, spaces.pages) for name, spaces in self.spaces.items()}, store_id
+        )
+        self.activations = Activations(config, self.spaces, self.sequences, self.continuations)
+        self.snapshots = Snapshots(self.spaces, self.continuations)
         self.guard = UnitGuard()
         self._aborting: dict[int, Sequence] = {}
 
@@ -70,24 +79,50 @@ class StoreLedgers:
 
     def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
         """Return the ActivationPlan or the Refusal of a target; no side effects.  (C10.9)"""
-        return self.sequences.explain(target)
+        return self.activations.explain(target)
+
+    def prepare_activation(self, target: ActivationTarget) -> PreparedActivation | Refusal:
+        """Claim what a target takes in every pool; what is to be copied and published stands in the answer.  (C10.2)"""
+        return self.activations.prepare(target)
+
+    def commit_activation(self, prepared: PreparedActivation) -> Sequence:
+        """Publish the sequence of a prepared activation.  (C10.3)"""
+        return self.activations.commit(prepared)
+
+    def abort_activation(self, prepared: PreparedActivation) -> None:
+        """Give every claim of a prepared activation back.  (C10.2)"""
+        self.activations.abort(prepared)
 
     def try_activate(self, target: ActivationTarget) -> Sequence | Refusal:
-        """Activate from nothing, or return why not; then nothing changed.  (C10.2, C10.9)"""
-        return self.sequences.try_activate(target)
+        """Prepare and commit, where nobody has bytes to copy or tables to publish.  (C10.2, C10.9)"""
+        prepared = self.activations.prepare(target)
+        return prepared if isinstance(prepared, Refusal) else self.activations.commit(prepared)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Release everything the sequence holds.  (C9.8)
+    def finish(self, sequence: Sequence, *, retain: bool = False, state: object = None) -> Continuation | None:
+        """Trim, give up reservation, row and writers, then retain the pages or release them.  (C9.8)
 
         Raises:
             StaleHandle: the sequence has ended.
             UnitInFlight: a unit in flight selects it (C12.2).
-            MisuseError: a transfer uses one of its pages (C7.4).
+            MisuseError: a copy uses one of its pages (C7.4); or it is to be retained, and a backend's frontier leads
+                Main's (C13.2), or nothing is committed.
         """
-        self.sequences.require_current(sequence)
-        self.guard.require_thawed(1 << sequence.row, "finish")
+        self._require_boundary(sequence, "finish")
         self._require_unpinned(sequence, "finish")
-        self.sequences.finish(sequence)
+        if not retain:
+            if state is not None:
+                raise MisuseError("a state without retain=True", expected="None", got=repr(state),
+                                  remedy="pass retain=True to keep the continuation", clause="C9.8")
+            self._release(sequence)
+            return None
+        self._require_resumable(sequence, "retaining")
+        keep = np.full(self.config.max_concurrency, HOLD, np.int32)
+        keep[sequence.row] = 0
+        for spaces in self.spaces.values():
+            spaces.trim(keep)
+        kept = {name: spaces.detach(sequence.row) for name, spaces in self.spaces.items()}
+        self.sequences.end(sequence)
+        return self.continuations.keep(kept, state)
 
     def abort(self, sequence: Sequence) -> bool:
         """End the sequence now, or at its boundary when a unit in flight selects it.  (C12.4)
@@ -96,15 +131,82 @@ class StoreLedgers:
             True when it has ended, False when it ends with the unit.
 
         Raises:
-            MisuseError: a transfer uses one of its pages (C7.4).
+            MisuseError: a copy uses one of its pages (C7.4).
         """
         self.sequences.require_current(sequence)
         self._require_unpinned(sequence, "abort")
         if self.guard.rows_in_flight >> sequence.row & 1:
             self._aborting[sequence.row] = sequence
             return False
-        self.sequences.finish(sequence)
+        self._release(sequence)
         return True
+
+    # ---- continuations ----------------------------------------------------------------------------
+
+    def prepare_snapshot(self, sequence: Sequence, state: object = None) -> PreparedSnapshot | Refusal:
+        """Claim the pages of a checkpoint's copied tails; what is to be copied stands in the answer.  (C10.6)
+
+        Raises:
+            As `finish` with retain=True.
+        """
+        self._require_boundary(sequence, "snapshot")
+        self._require_resumable(sequence, "a snapshot")
+        return self.snapshots.prepare(sequence, state)
+
+    def commit_snapshot(self, prepared: PreparedSnapshot) -> Continuation:
+        """Publish the checkpoint of a prepared snapshot.  (C10.6)"""
+        return self.snapshots.commit(prepared)
+
+    def abort_snapshot(self, prepared: PreparedSnapshot) -> None:
+        """Give the claims of a prepared snapshot back.  (C10.6)"""
+        self.snapshots.abort(prepared)
+
+    def try_snapshot(self, sequence: Sequence, state: object = None) -> Continuation | Refusal:
+        """Prepare and commit, where nobody has bytes to copy.  (C10.6)"""
+        prepared = self.prepare_snapshot(sequence, state)
+        return prepared if isinstance(prepared, Refusal) else self.snapshots.commit(prepared)
+
+    def release(self, continuation: Continuation) -> None:
+        """Give up every membership of a continuation; a page is freed with its last reference.  (C9.8)
+
+        Raises:
+            StaleHandle: it was released or moved.
+            MisuseError: an activation from it is prepared, or a copy uses one of its pages; nothing changed.
+        """
+        self.continuations.release(continuation)
+
+    def attach_state(self, continuation: Continuation, state: object) -> None:
+        """Replace the caller's state of a continuation; None says that it is not complete.  (C2.2)"""
+        number = self.continuations.require_idle(continuation, "attach_state")
+        self.continuations.states[number].state = state
+
+    def protect(self, continuation: Continuation, tokens: int, pool: str) -> None:
+        """Set the protected frontier of one pool of a continuation, up or down.  (C7.8)
+
+        Raises:
+            StaleHandle: it was released or moved.
+            MisuseError: tokens outside 0 to the committed frontier, or an unknown pool; nothing changed.
+        """
+        number = self.continuations.require_idle(continuation, "protect")
+        self.pool_spaces(pool)
+        self._require_tokens("protect", tokens, "C7.8")
+        self.continuations.retained[pool].protect(number, tokens)
+
+    def truncate_continuation(self, continuation: Continuation, tokens: int, pool: str) -> None:
+        """Lower the committed frontier of one pool of a continuation.  (C9.10)
+
+        Raises:
+            StaleHandle: it was released or moved.
+            MisuseError: tokens above the committed or below the protected frontier, a cut inside or across a page
+                that another space references, or Main cut to nothing; nothing changed.
+        """
+        number = self.continuations.require_idle(continuation, "truncate")
+        self.pool_spaces(pool)
+        self._require_tokens("truncate", tokens, "C9.10")
+        if pool == "main" and tokens == 0:
+            raise MisuseError(f"truncate of {continuation} to nothing", expected="at least 1 token of Main", got=0,
+                              remedy="release it", clause="C9.10")
+        self.continuations.retained[pool].truncate(number, tokens)
 
     def batch(self, sequences: SequenceOf[Sequence]) -> Batch:
         """Select sequences, in batch order.  (C11.3)
@@ -220,9 +322,7 @@ class StoreLedgers:
         self.sequences.require_current(sequence)
         spaces = self.pool_spaces(pool)
         self.guard.require_thawed(1 << sequence.row, "truncate", pool)
-        if type(tokens) is not int:
-            raise MisuseError(f"truncate of row {sequence.row}", expected="an integer number of tokens",
-                              got=repr(tokens), remedy="pass a token count", clause="C9.10")
+        self._require_tokens("truncate", tokens, "C9.10")
         spaces.truncate(sequence.row, tokens)
 
     # ---- helpers ----------------------------------------------------------------------------------
@@ -232,11 +332,43 @@ class StoreLedgers:
         for row in unit.rows.tolist() if self._aborting else ():
             sequence = self._aborting.pop(row, None)
             if sequence is not None:
-                self.sequences.finish(sequence)
+                self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Close the sequence's spaces and return its row.  (C9.8)"""
+        for spaces in self.spaces.values():
+            spaces.close(sequence.row)
+        self.sequences.end(sequence)
+
+    def _require_boundary(self, sequence: Sequence, operation: str) -> None:
+        self.sequences.require_current(sequence)
+        self.guard.require_thawed(1 << sequence.row, operation)
+
+    def _require_resumable(self, sequence: Sequence, what: str) -> None:
+        """Refuse to keep what no sequence can go on from: nothing in Main, or a backend that leads it.  (C13.2)"""
+        main = int(self.spaces["main"].frontier[sequence.row])
+        if not main:
+            raise MisuseError(f"{what} of {sequence}", expected="at least 1 committed token of Main", got="none",
+                              remedy="commit a unit first", clause="C9.8")
+        for name, spaces in self.spaces.items():
+            if int(spaces.frontier[sequence.row]) > main:
+                raise MisuseError(f"{what} of {sequence}", expected=f"at most Main's {main} committed tokens in {name}",
+                                  got=int(spaces.frontier[sequence.row]),
+                                  remedy="a provisional lead is no checkpoint: truncate it first", clause="C13.2")
 
     def _require_unpinned(self, sequence: Sequence, operation: str) -> None:
         for spaces in self.spaces.values():
-            spaces.pool.require_unpinned(spaces.mapped_ids(sequence.row), f"{operation} of row {sequence.row}: release")
+            mapped = spaces.membership_pages(sequence.row)
+            if spaces.pool.pins_total:
+                spaces.pool.require_unpinned(
+                    spaces.mapped_ids(sequence.row), f"{operation} of row {sequence.row}: release"
+                )
+            spaces.pages.require_unpinned(f"{operation} of row {sequence.row}", spaces.members[sequence.row, :mapped])
+
+    def _require_tokens(self, operation: str, tokens: object, clause: str) -> None:
+        if type(tokens) is not int:
+            raise MisuseError(operation, expected="an integer number of tokens", got=repr(tokens),
+                              remedy="pass a token count", clause=clause)
 
     def _require_batch(self, batch: Batch) -> None:
         if not isinstance(batch, Batch):

@@ -51,11 +51,13 @@ class Sanitizer:
         tables: per pool, (C, L) int32 on the device.
         spaces: per pool, the ledger that decides who maps what; only read.
         latch: stops the store with the evidence.
+        scratch: (1,) int32 on the device, which whoever uses it next on the stream overwrites first.
     """
 
     def __init__(
         self, ops: Ops, device: Device, stream: Stream, planes: Mapping[str, Sequence[tuple[Array, PlaneGeometry]]],
         tables: Mapping[str, Array], spaces: Mapping[str, AddressSpaces], *, latch: Callable[[Corruption], None],
+        scratch: Array,
     ) -> None:
         self.fingerprints = PageFingerprints(device, stream, planes, latch=latch)
         self._ops = ops
@@ -66,6 +68,7 @@ class Sanitizer:
         self._spaces = spaces
         self._latch = latch
         self._published = {pool: np.zeros(table.shape[0], np.int64) for pool, table in tables.items()}
+        self._page = scratch
         self._set_guard_pages()
 
     def poison(self, pool: str, gained: TableSlices) -> None:
@@ -80,6 +83,17 @@ class Sanitizer:
         for row, first, end in zip(gained.rows.tolist(), gained.first_blocks.tolist(), ends.tolist(), strict=True):
             self._ops.fill_pages(planes, table[row, first:end], words, stream=self._stream)
         published[gained.rows] = ends
+
+    def adopt(self, pool: str, row: int, blocks: int) -> None:
+        """Note that a row was published with so many entries that hold committed content already.  (C11.1)"""
+        self._published[pool][row] = blocks
+
+    def poison_page(self, pool: str, page_id: int) -> None:
+        """Fill one page group that a copy is about to fill in part.  (C11.1)  Launches: one per plane."""
+        self._device.copy(self._page, np.array([page_id], np.int32), self._stream)
+        planes = self._planes[pool]
+        words = [unwritten_word(geometry) for _, geometry in planes]
+        self._ops.fill_pages(planes, self._page, words, stream=self._stream)
 
     def withdraw(self) -> None:
         """Point the entries that left a membership at the guard page again; one copy per row that has some.  (C11.1)"""

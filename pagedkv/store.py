@@ -22,36 +22,33 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import NoReturn
 
-import numpy as np
 import numpy.typing as npt
 
+from pagedkv.activation import ActivationPlan, ActivationTarget, Refusal
 from pagedkv.check import check_ledgers
-from pagedkv.config import AutoCapacity, StoreConfig
-from pagedkv.devices import open_device
-from pagedkv.devices.protocol import Array, Device, Event, Graph, Stream
+from pagedkv.config import StoreConfig
+from pagedkv.continuation import Continuation
+from pagedkv.device_actions import DeviceActions
+from pagedkv.devices.protocol import Array, Device, Event, Graph
 from pagedkv.errors import (
     ActivationRefused,
     CapacityError,
-    CaptureRefused,
     ConfigError,
-    DeviceFault,
     MisuseError,
-    PagedKVError,
-    StoreLatched,
+    SnapshotRefused,
 )
 from pagedkv.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
 from pagedkv.ledgers import Batch, Columns, PoolSlices, StoreLedgers
 from pagedkv.ops import Ops
 from pagedkv.planes import PlaneGeometry
-from pagedkv.planner import CapacityPlan, plan
+from pagedkv.planner import CapacityPlan
 from pagedkv.profiles import ROLES
+from pagedkv.retained_spaces import RetainedSpace
 from pagedkv.sanitizer import Sanitizer
-from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
+from pagedkv.sequence import Sequence
+from pagedkv.store_life import StoreLife
 from pagedkv.unit_guard import SubmittedUnit
 from pagedkv.views import PagedKVBatchLayerView
 
@@ -59,7 +56,7 @@ _LOG = logging.getLogger("pagedkv")
 _STORE_IDS = itertools.count(1)
 
 
-class Store:
+class Store(StoreLife):
     """A KV store on one device; made by `open_store`.
 
     Attributes:
@@ -75,7 +72,6 @@ class Store:
         workspace: uint8, for the attention of every unit on `stream`; None where no unit needs any.
         control_ingress, control_egress: int32 words of every unit on `stream`, at fixed addresses (C15.1).
         graph_bytes: bytes handed to captured units so far; planned as the graph allowance.
-        published_slices: table slices copied to the device so far.
 
     Every attribute is written by the store alone.  Every method but `close` and `memory_summary` raises MisuseError on
     a closed store or from another thread or process, and StoreLatched after a device error (C12.4); what it raises
@@ -83,11 +79,10 @@ class Store:
     """
 
     def __init__(self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None) -> None:
-        _require_config(config)
+        require_config(config)
         self.config = config
         self.plan = plan
-        self.device = device
-        self.stream: Stream = device.stream()
+        super().__init__(device)
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
         self._ledgers = _build_ledgers(config)
@@ -110,92 +105,52 @@ class Store:
             self.ops.prepare(pool.profile, pool.geometry.head_dim)
         self._events: dict[int, Event] = {}
         self._completed: set[int] = set()
-        self._latch: DeviceFault | None = None
         self.sanitizer: Sanitizer | None = None
         if config.sanitizer:
+            self._withdraws = True
             self.sanitizer = Sanitizer(self.ops, device, self.stream, self._pool_planes(), self.block_tables,
-                                       self._ledgers.spaces, latch=self.latch)
-        self._is_closed = False
-        self._thread = threading.get_ident()
-        self._process = os.getpid()
-        self.published_slices = 0
-
-    # ---- life -------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except PagedKVError as second:
-            if error is None:
-                raise
-            error.add_note(f"and the store could not be closed well: {second}")
-
-    def __reduce__(self) -> NoReturn:
-        raise MisuseError("a copy of a store", expected="one object for one set of device arrays", got="copy or pickle",
-                          remedy="open another store from the same StoreConfig", clause="C1.1")
-
-    def close(self) -> None:
-        """Wait for the stream and give the slabs back; closing twice is harmless.
-
-        Raises:
-            DeviceFault: a kernel failed meanwhile; the fault is the evidence.  The store is closed nevertheless, as
-                after everything else that draining the stream raises.
-            CaptureRefused: the stream is capturing; the store stays open.
-        """
-        if self._is_closed:
-            return
-        self._require_owner("close")
-        if self.stream.is_capturing:
-            raise CaptureRefused("close", expected="a stream that is not capturing", got="one that is",
-                                 remedy="end or abort the capture first", clause="C12.4")
-        try:
-            if self._latch is None:
-                with self._latching():
-                    self.stream.synchronize()
-        finally:
-            self._release()
+                                       self._ledgers.spaces, latch=self.latch, scratch=self.control_ingress[:1])
+        self._actions = DeviceActions(self.ops, device, self.stream, self._pool_planes(), self.block_tables,
+                                      self._ledgers.spaces, self.sanitizer)
 
     def _release(self) -> None:
-        self._is_closed = True
         self.views.clear()
         self.block_tables.clear()
         self._slabs.clear()
         self.workspace = self.control_ingress = self.control_egress = self.sanitizer = None
 
-    def latch(self, fault: DeviceFault) -> None:
-        """Stop the store after a device error; the first one is kept as evidence.  (C12.4)"""
-        if self._latch is None:
-            self._latch = fault
-
-    @property
-    def evidence(self) -> DeviceFault | None:
-        """The device error that latched the store, if one did.  (C12.4)"""
-        return self._latch
-
     # ---- activation -------------------------------------------------------------------------------
 
-    def try_activate(self, *, prompt_tokens: int, output_tokens: int) -> Sequence | Refusal:
-        """Reserve room for prompt and whole output in every pool, or say why not.  (C9.2, C10.2, C10.9)
+    def try_activate(
+        self, *, prompt_tokens: int, output_tokens: int, source: Continuation | None = None,
+        frontier: int | Mapping[str, int] | None = None, keep_source: bool = True,
+    ) -> Sequence | Refusal:
+        """Activate in every pool, from nothing or from a continuation, or say why not.  (C9.2, C10.2, C10.9)
+
+        Args:
+            prompt_tokens, output_tokens: the budget; with a source, what comes behind its frontier.
+            source, frontier, keep_source: as `ActivationTarget` says: a Fork, or with keep_source=False a Move.
 
         Raises:
-            MisuseError: a prompt of no token, a negative output, or counts that are no integers.
+            MisuseError: counts of another form, a source without complete state (C2.2), or a frontier it does not hold.
+            StaleHandle: the source was released or moved.
+            DeviceFault: a copy or a publication failed; every claim was given back, the source is as it was (C10.2).
         """
-        self._enter("activate")
-        return self._ledgers.try_activate(ActivationTarget(prompt_tokens, output_tokens))
+        self._enter("activate", can_withdraw=True)
+        return self._activate(ActivationTarget(prompt_tokens, output_tokens, source, frontier, keep_source))
 
-    def activate(self, *, prompt_tokens: int, output_tokens: int) -> Sequence:
-        """Activate a sequence from nothing.  (C10.9)
+    def activate(
+        self, *, prompt_tokens: int, output_tokens: int, source: Continuation | None = None,
+        frontier: int | Mapping[str, int] | None = None, keep_source: bool = True,
+    ) -> Sequence:
+        """Activate a sequence, from nothing or from a continuation.  (C10.9)
 
         Raises:
             ActivationRefused: there is no room now, or (`refusal.forever`) never.
-            MisuseError: as `try_activate`.
+            MisuseError, StaleHandle, DeviceFault: as `try_activate`.
         """
-        answer = self.try_activate(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        answer = self.try_activate(prompt_tokens=prompt_tokens, output_tokens=output_tokens, source=source,
+                                   frontier=frontier, keep_source=keep_source)
         if isinstance(answer, Refusal):
             raise ActivationRefused(
                 f"activation of {prompt_tokens} + {output_tokens} tokens",
@@ -206,6 +161,21 @@ class Store:
             )
         return answer
 
+    def _activate(self, target: ActivationTarget) -> Sequence | Refusal:
+        prepared = self._ledgers.prepare_activation(target)
+        if isinstance(prepared, Refusal):
+            return prepared
+        try:
+            with self._latching():
+                self._actions.copy_tails(prepared.copies)
+                self._actions.publish_memberships(prepared.plan.row, prepared.tables)
+        except BaseException:
+            self._ledgers.abort_activation(prepared)
+            if self._latch is None:
+                self._withdraw()
+            raise
+        return self._ledgers.commit_activation(prepared)
+
     def can_honour(self, target: ActivationTarget) -> bool:
         """Say whether `activate` would succeed now; no side effects.  (C10.9)"""
         return isinstance(self.explain(target), ActivationPlan)
@@ -215,16 +185,28 @@ class Store:
         self._enter("explain")
         return self._ledgers.explain(target)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Release everything the sequence holds.  (C9.8)
+    def finish(self, sequence: Sequence, *, retain: bool = False, state: object = None) -> Continuation | None:
+        """End a sequence: trim, give up reservation and row, then release its pages or retain them.  (C9.8)
+
+        Args:
+            sequence: active, at a boundary.
+            retain: keep its pages as an immutable continuation, which protects all that is committed.
+            state: the caller's own state at the frontier, which the store never looks into; None says that it is not
+                complete, and then no sequence can be activated from the continuation until `attach_state` (C2.2).
+
+        Returns:
+            The continuation, or None without `retain`.
 
         Raises:
             UnitInFlight: a unit in flight selects it (C12.2).
             StaleHandle: it has ended.
+            MisuseError: a copy uses one of its pages; or it is to be retained, and nothing is committed in Main, or a
+                backend's frontier leads Main's (C13.2).
         """
         self._enter("finish", can_withdraw=True)
-        self._ledgers.finish(sequence)
+        continuation = self._ledgers.finish(sequence, retain=retain, state=state)
         self._withdraw()
+        return continuation
 
     def abort(self, sequence: Sequence) -> bool:
         """End the sequence now (True), or at the end of the unit that selects it (False).  (C12.4)
@@ -237,6 +219,101 @@ class Store:
         has_ended = self._ledgers.abort(sequence)
         self._withdraw()
         return has_ended
+
+    # ---- continuations ----------------------------------------------------------------------------
+
+    def try_snapshot(self, sequence: Sequence, *, state: object = None) -> Continuation | Refusal:
+        """Checkpoint an active sequence at a boundary; it runs on.  (C10.6)
+
+        Full pages are shared in place; of an unaligned tail the committed columns are copied into one page of each
+        pool, which goes to the checkpoint, so no table entry changes.  Launches: one per plane of a copied tail.
+
+        Returns:
+            The checkpoint, or the Refusal: no free page for a tail, or provisional pages are mapped (trim first).
+
+        Raises:
+            UnitInFlight, StaleHandle, MisuseError: as `finish` with retain=True; nothing changed.
+            DeviceFault: a copy failed; every claim was given back.
+        """
+        self._enter("snapshot", can_withdraw=True)
+        prepared = self._ledgers.prepare_snapshot(sequence, state)
+        if isinstance(prepared, Refusal):
+            return prepared
+        try:
+            with self._latching():
+                self._actions.copy_tails(prepared.copies)
+        except BaseException:
+            self._ledgers.abort_snapshot(prepared)
+            raise
+        return self._ledgers.commit_snapshot(prepared)
+
+    def snapshot(self, sequence: Sequence, *, state: object = None) -> Continuation:
+        """Checkpoint an active sequence at a boundary; it runs on.  (C10.6)
+
+        Raises:
+            SnapshotRefused: no free page for a copied tail, or provisional pages are mapped.
+            UnitInFlight, StaleHandle, MisuseError, DeviceFault: as `try_snapshot`.
+        """
+        answer = self.try_snapshot(sequence, state=state)
+        if isinstance(answer, Refusal):
+            is_provisional = answer.reason == "provisional"
+            raise SnapshotRefused(
+                f"a snapshot of {sequence}",
+                expected=f"no provisional page in {answer.pool}" if is_provisional else f"a free page in {answer.pool}",
+                got=f"{answer.needed}" if is_provisional else "none",
+                remedy="trim the sequence first" if is_provisional else "release or finish something first",
+                clause="C10.6", refusal=answer,
+            )
+        return answer
+
+    def release(self, continuation: Continuation) -> None:
+        """Give up a continuation; a page returns to available with its last reference.  (C9.8)
+
+        Raises:
+            StaleHandle: it was released or moved.
+            MisuseError: a copy uses one of its pages; nothing changed.
+        """
+        self._enter("release")
+        self._ledgers.release(continuation)
+
+    def protect(self, continuation: Continuation, tokens: int, pool: str = "main") -> None:
+        """Set the frontier below which `truncate` may not cut a continuation, up or down.  (C7.8)
+
+        Raises:
+            StaleHandle: it was released or moved.
+            MisuseError: tokens outside 0 to the committed frontier, or an unknown pool; nothing changed.
+        """
+        self._enter("protect")
+        self._ledgers.protect(continuation, tokens, pool)
+
+    def attach_state(self, continuation: Continuation, state: object) -> None:
+        """Replace the caller's state of a continuation; None says that it is not complete.  (C2.2)
+
+        Raises:
+            StaleHandle: it was released or moved.
+        """
+        self._enter("attach_state")
+        self._ledgers.attach_state(continuation, state)
+
+    def state_of(self, continuation: Continuation) -> object:
+        """Return the caller's state of a continuation, or None.  (C2.2)
+
+        Raises:
+            StaleHandle: it was released or moved.
+        """
+        self._enter("state_of")
+        number = self._ledgers.continuations.require_current(continuation)
+        return self._ledgers.continuations.states[number].state
+
+    def continuations(self) -> list[Continuation]:
+        """Return every retained continuation, oldest first.  (C9.8)"""
+        self._enter("continuations")
+        return self._ledgers.continuations.handles()
+
+    def protected_tokens(self, continuation: Continuation, pool: str = "main") -> int:
+        """Return the protected frontier of a continuation in a pool, in tokens; StaleHandle when it ended.  (C7.8)"""
+        self._enter("protected_tokens")
+        return self._retained(continuation, pool).protected_frontier
 
     def batch(self, sequences: Iterable[Sequence]) -> Batch:
         """Select sequences in batch order, once for many units.  (C11.3)
@@ -410,23 +487,29 @@ class Store:
         self._withdraw()
         return pages
 
-    def truncate(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
-        """Lower the committed frontier of one pool to `tokens`, then trim.  (C9.10)
+    def truncate(self, target: Sequence | Continuation, tokens: int, pool: str = "main") -> None:
+        """Lower the committed frontier of one pool to `tokens`, then trim, or release what is behind.  (C9.10)
 
         Raises:
             UnitInFlight: a unit in flight selects the row (C12.2).
-            MisuseError: tokens above the frontier or negative, an unknown pool, or a page that a transfer uses (C7.4).
+            MisuseError: tokens above the frontier, below the protected one of a continuation, or negative; an unknown
+                pool; or a page is cut that another space references or a copy uses (C7.4).
             StaleHandle: it has ended.
         """
         self._enter("truncate", can_withdraw=True)
-        self._ledgers.truncate(sequence, tokens, pool)
+        if isinstance(target, Continuation):
+            self._ledgers.truncate_continuation(target, tokens, pool)
+        else:
+            self._ledgers.truncate(target, tokens, pool)
         self._withdraw()
 
-    def committed_tokens(self, sequence: Sequence, pool: str = "main") -> int:
-        """Return the committed frontier of one sequence in one pool, in tokens; StaleHandle when it ended.  (C9.1)"""
+    def committed_tokens(self, target: Sequence | Continuation, pool: str = "main") -> int:
+        """Return the committed frontier in one pool, in tokens; StaleHandle when it ended.  (C9.1)"""
         self._enter("committed_tokens")
-        self._ledgers.sequences.require_current(sequence)
-        return int(self._ledgers.pool_spaces(pool).frontier[sequence.row])
+        if isinstance(target, Continuation):
+            return self._retained(target, pool).frontier
+        self._ledgers.sequences.require_current(target)
+        return int(self._ledgers.pool_spaces(pool).frontier[target.row])
 
     def budget_tokens(self, sequence: Sequence) -> int:
         """Return prompt plus output tokens that the sequence was activated for; StaleHandle when it ended.  (C9.2)"""
@@ -434,14 +517,24 @@ class Store:
         self._ledgers.sequences.require_current(sequence)
         return int(self._ledgers.sequences.budget_tokens[sequence.row])
 
-    def page_ids(self, sequence: Sequence, pool: str = "main") -> list[int]:
-        """Return the page group ids that a sequence maps, in block order; StaleHandle when it ended.  (C9.1)"""
+    def page_ids(self, target: Sequence | Continuation, pool: str = "main") -> list[int]:
+        """Return the page group ids of a membership, in block order; StaleHandle when it ended.  (C9.1)"""
         self._enter("page_ids")
-        self._ledgers.sequences.require_current(sequence)
-        ids: list[int] = self._ledgers.pool_spaces(pool).mapped_ids(sequence.row).tolist()
+        ids: list[int]
+        if isinstance(target, Continuation):
+            members = self._retained(target, pool).members
+            ids = self._ledgers.pool_spaces(pool).pages.device[members].tolist()
+        else:
+            self._ledgers.sequences.require_current(target)
+            ids = self._ledgers.pool_spaces(pool).mapped_ids(target.row).tolist()
         return ids
 
     # ---- evidence ---------------------------------------------------------------------------------
+
+    @property
+    def published_slices(self) -> int:
+        """Table slices copied to the device so far.  (C11.2)"""
+        return self._actions.published_slices
 
     def check(self) -> None:
         """Assert every invariant of C16, the device tables included; AssertionError says which.  (C16)
@@ -454,14 +547,8 @@ class Store:
         if self.sanitizer is not None:
             with self._latching():
                 self.sanitizer.check()
-        for name, spaces in self._ledgers.spaces.items():
-            table = np.empty_like(spaces.table.mirror)
-            with self._latching():
-                self.device.copy(table, self.block_tables[name], self.stream)
-                self.stream.synchronize()
-            members = spaces.columns_below(spaces.mapped_end)
-            same = table[members] == spaces.table.mirror[members]
-            assert same.all(), f"pool {name}: the device table differs from the membership"
+        with self._latching():
+            self._actions.check_tables()
 
     def memory_summary(self) -> dict[str, dict[str, int]]:
         """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; works when latched."""
@@ -481,26 +568,17 @@ class Store:
     # ---- helpers ----------------------------------------------------------------------------------
 
     def _publish(self, slices: PoolSlices) -> None:
-        """Copy each new slice of each row to the device table, in stream order.  (C11.2)"""
         with self._latching():
-            for pool, gained in slices.items():
-                table = self.block_tables[pool]
-                mirror = self._ledgers.spaces[pool].table.mirror
-                for row, first, count in zip(
-                    gained.rows.tolist(), gained.first_blocks.tolist(), gained.block_counts.tolist(), strict=True
-                ):
-                    self.device.copy(
-                        table[row, first : first + count], mirror[row, first : first + count].copy(), self.stream
-                    )
-                    self.published_slices += 1
-                if self.sanitizer is not None:
-                    self.sanitizer.poison(pool, gained)
+            self._actions.publish(slices)
+
+    def _retained(self, continuation: Continuation, pool: str) -> RetainedSpace:
+        number = self._ledgers.continuations.require_current(continuation)
+        self._ledgers.pool_spaces(pool)
+        return self._ledgers.continuations.retained[pool].spaces[number]
 
     def _withdraw(self) -> None:
-        """Point entries that left a membership at the guard page again, in sanitizer mode.  (C11.1)"""
-        if self.sanitizer is not None:
-            with self._latching():
-                self.sanitizer.withdraw()
+        with self._latching():
+            self._actions.withdraw()
 
     def _pool_planes(self) -> dict[str, list[tuple[Array, PlaneGeometry]]]:
         """Return every plane of every pool with its geometry, in ordinal order.  (C4.2)"""
@@ -519,47 +597,6 @@ class Store:
             max_context=self.config.max_context,
         )
 
-    def _enter(self, operation: str, *, can_withdraw: bool = False) -> None:
-        self._require_owner(operation)
-        if self._is_closed:
-            raise MisuseError(operation, expected="an open store", got="a closed one",
-                              remedy="open a new store", clause="C12.4")
-        if self._latch is not None:
-            raise StoreLatched(operation, expected="a store without a device error", got=str(self._latch),
-                               remedy="close it; memory_summary and evidence still answer", clause="C12.4")
-        if can_withdraw and self.sanitizer is not None:
-            self._require_publishing(operation)
-
-    def _require_publishing(self, operation: str) -> None:
-        """Refuse to change a table while the stream is capturing: it must happen now, not at a replay.  (C11.2)"""
-        if self.stream.is_capturing:
-            raise CaptureRefused(operation, expected="a stream that is not capturing", got="one that is",
-                                 remedy="call it outside the capture", clause="C11.2")
-
-    def _require_owner(self, operation: str) -> None:
-        if threading.get_ident() != self._thread or os.getpid() != self._process:
-            raise MisuseError(operation, expected="the thread and process that opened the store", got="another",
-                              remedy="use one store per thread, and none across fork", clause="C12.4")
-
-    def _latching(self) -> _Latching:
-        return _Latching(self)
-
-
-class _Latching:
-    """Latches the store when a device error leaves the block."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, DeviceFault):
-            self._store.latch(error)
-
 
 def _build_ledgers(config: StoreConfig) -> StoreLedgers:
     """Build the ledgers under an id that no other process on this machine uses: a handle from there is refused."""
@@ -572,7 +609,12 @@ def _build_ledgers(config: StoreConfig) -> StoreLedgers:
         ) from error
 
 
-def _require_config(config: StoreConfig) -> None:
+def require_config(config: StoreConfig) -> None:
+    """Refuse what no store can be built from.
+
+    Raises:
+        ConfigError: `config` is not a StoreConfig, or asks for what this version lacks.
+    """
     if not isinstance(config, StoreConfig):
         raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
                           remedy="build a StoreConfig first", clause="C5.2")
@@ -580,31 +622,3 @@ def _require_config(config: StoreConfig) -> None:
         raise ConfigError("host_arena_bytes", expected="0: this version plans host replicas but keeps none",
                           got=f"{config.host_arena_bytes} bytes", remedy="open the store without a host arena",
                           clause="C5.7")
-
-
-def open_store(config: StoreConfig, device: str | Device = "auto") -> Store:
-    """Open a store on a device: "auto", "cpu", "cuda" or a Device.
-
-    Says in one line of the `pagedkv` log which device it is and why.  Automatic capacity is resolved here, once, with
-    the memory that is free after this process's caches were emptied (C5.3): a second line says what was free, wanted
-    and got, as a warning when the caller named no `min_tokens` and got less than every lane can use.
-
-    Raises:
-        ConfigError: `config` is not a StoreConfig, or asks for what this version lacks.
-        CapacityError: automatic capacity, and too little memory is free; says what would fit.
-        MissingRequirement: the device needs something that is not there; says how to get it.
-    """
-    _require_config(config)
-    chosen = open_device(device) if isinstance(device, str) else device
-    if not all(hasattr(chosen, name) for name in ("description", "stream", "empty", "load")):
-        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=repr(device),
-                          remedy="pass a name, or what open_device returned", clause="C1.1")
-    _LOG.info("device: %s", chosen.description)
-    if not isinstance(config.kv_capacity, AutoCapacity):
-        return Store(config, chosen)
-    cache_bytes = chosen.empty_caches()
-    free_bytes, total_bytes = chosen.memory_bytes()
-    made = plan(config, free_bytes, total_bytes=total_bytes, cache_bytes=cache_bytes)
-    is_degraded = made.is_clamped and config.kv_capacity.min_tokens is None
-    _LOG.log(logging.WARNING if is_degraded else logging.INFO, "%s", made.summary())
-    return Store(made.config, chosen, plan=made)

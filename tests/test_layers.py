@@ -26,10 +26,16 @@ LAYER_OF = {
          "clauses"), "values"
     ),
     **dict.fromkeys(("packed_planes", "page_runs"), "values"),
-    **dict.fromkeys(("free_runs", "pool", "host_arena", "logical_pages", "address_space", "block_tables"), "ledgers"),
-    **dict.fromkeys(("sequence", "ledgers", "speculation", "transfers", "unit_guard", "check", "journal"), "combining"),
+    **dict.fromkeys(
+        ("free_runs", "pool", "host_arena", "logical_pages", "address_space", "retained_spaces", "block_tables"),
+        "ledgers",
+    ),
+    **dict.fromkeys(
+        ("sequence", "continuation", "activation", "snapshot", "lease_growth", "ledgers", "transfers", "unit_guard",
+         "check", "journal", "events", "inspection"), "combining"
+    ),
     **dict.fromkeys(("views", "ops", "kernels", "page_mover", "page_fingerprints", "devices"), "device side"),
-    **dict.fromkeys(("transfer_engine", "sanitizer", "store"), "store"),
+    **dict.fromkeys(("transfer_engine", "sanitizer", "device_actions", "store_life", "store", "opening"), "store"),
     "telemetry": "values",
     "": "public",  # pagedkv/__init__.py gathers the public names
 }

@@ -56,8 +56,12 @@ def test_3_no_room_is_an_answer() -> None:
         store.activate(prompt_tokens=200, output_tokens=56)
         store.activate(prompt_tokens=200, output_tokens=56)
 
-        assert store.try_activate(prompt_tokens=1, output_tokens=0) == pk.Refusal("rows", 1, 0, forever=False)
-        assert store.try_activate(prompt_tokens=256, output_tokens=1) == pk.Refusal("main", 5, 4, forever=True)
+        assert store.try_activate(prompt_tokens=1, output_tokens=0) == pk.Refusal(
+            "rows", 1, 0, forever=False, reason="rows"
+        )
+        assert store.try_activate(prompt_tokens=256, output_tokens=1) == pk.Refusal(
+            "main", 5, 4, forever=True, reason="context"
+        )
         with pytest.raises(pk.ActivationRefused, match="activation of 256"):
             store.activate(prompt_tokens=256, output_tokens=1)
         store.check()

@@ -165,8 +165,8 @@ class _Runner:
         """Activate and prefill waiting requests, in order, while there is room."""
         while self._waiting:
             request = self._waiting[0]
-            budget = {"prompt_tokens": len(request.ids), "output_tokens": self._max_new_tokens}
-            sequence = self._store.activate(**budget) if not self._running else self._store.try_activate(**budget)
+            activate = self._store.try_activate if self._running else self._store.activate
+            sequence = activate(prompt_tokens=len(request.ids), output_tokens=self._max_new_tokens)
             if isinstance(sequence, pk.Refusal):
                 return  # a running sequence will end and make room
             self._waiting.popleft()

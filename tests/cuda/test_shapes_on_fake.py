@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-import pagedkv.store
+import pagedkv.opening
 from pagedkv.devices.cuda import CudaDevice
 from tests.graphs.test_shapes import *  # noqa: F403 - every test of that file
 
 
 @pytest.fixture(autouse=True)
 def _open_the_cuda_device(fake_device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pagedkv.store, "open_device", lambda name: fake_device)
+    monkeypatch.setattr(pagedkv.opening, "open_device", lambda name: fake_device)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagedkv.activation import ActivationTarget, Refusal
 from pagedkv.address_space import AddressSpaces
 from pagedkv.block_tables import BlockTable, TableSlices
 from pagedkv.check import check_ledgers
@@ -24,7 +25,7 @@ from pagedkv.ledgers import Columns, PoolSlices, StoreLedgers
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
 from pagedkv.quantities import PAGE_TOKENS, ceil_div
-from pagedkv.sequence import ActivationTarget, Refusal, Sequence
+from pagedkv.sequence import Sequence
 from pagedkv.unit_guard import SubmittedUnit
 
 GEOMETRY = KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64)

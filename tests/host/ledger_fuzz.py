@@ -20,13 +20,14 @@ from unittest import mock
 import numpy as np
 
 from pagedkv import address_space
+from pagedkv.activation import ActivationPlan, ActivationTarget, Refusal
 from pagedkv.address_space import AddressSpaces
 from pagedkv.check import check_ledgers
 from pagedkv.config import Backend, DraftFullBackend, MTPBackend, StoreConfig
 from pagedkv.errors import PagedKVError
 from pagedkv.ledgers import Batch, Columns, StoreLedgers
 from pagedkv.pool import DevicePageLease
-from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
+from pagedkv.sequence import Sequence
 from pagedkv.unit_guard import SubmittedUnit
 from tests.host.builders import DRAFT_GEOMETRY, assert_unchanged, make_config, slices_of, snapshot
 from tests.oracle.ledger_model import (

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from pagedkv.activation import Activations
 from pagedkv.address_space import AddressSpaces
 from pagedkv.free_runs import FreeRuns
 from pagedkv.ledgers import StoreLedgers
@@ -136,21 +137,21 @@ IN_POOLS = (
 IN_SEQUENCES = (
     Planted(
         "finish leaks the bound window", AddressSpaces, "close",
-        "mirror[row, :bound], leased", "mirror[row, :mapped], leased",
+        "int(self.bound_end[row]) >> PAGE_SHIFT]", "mapped]",
     ),
     Planted(
-        "finish leaves ids in the table", AddressSpaces, "close",
+        "finish leaves ids in the table", AddressSpaces, "_vacate",
         "self.table.mirror[row, :bound] = UNMAPPED", "pass",
     ),
-    Planted("finish does not return the row", Sequences, "finish", "self._free_rows.append(row)", "pass"),
-    Planted("finish does not move the stamp", Sequences, "finish", "self.stamp += 1", "pass"),
+    Planted("finish does not return the row", Sequences, "return_row", "self._free_rows.append(row)", "pass"),
+    Planted("finish does not move the stamp", Sequences, "end", "self.stamp += 1", "pass"),
     Planted(
-        "the backend's lead is forgotten", Sequences, "_entitlement",
-        "target.total_tokens + lead_tokens", "target.total_tokens",
+        "the backend's lead is forgotten", Activations, "_entitlement",
+        " + self._lead_tokens[pool]", "",
     ),
     Planted(
-        "a refused activation keeps a row", Sequences, "try_activate",
-        "return plan", "return (self._free_rows and self._free_rows.pop(), plan)[1]",
+        "a refused activation keeps a row", Activations, "prepare",
+        "return plan", "return (self.sequences.next_row is not None and self.sequences.lease_row(), plan)[1]",
     ),
     Planted(
         "any serial is current", Sequences, "require_current",

@@ -479,7 +479,7 @@ def test_a_bound_id_is_nobodys_lease() -> None:
     bound_id = int(spaces.table.mirror[0, 1])
 
     assert spaces.mapped_mask().tolist() == [True] + [False] * 7
-    assert spaces.bound_mask().tolist() == [True, True] + [False] * 6
+    assert spaces.held_mask().tolist() == [True, True] + [False] * 6
     with refused(StaleHandle, "C6.1", spaces):
         spaces.require_current(DevicePageLease("main", bound_id, int(spaces.pool.serials[bound_id])))
 

@@ -10,13 +10,14 @@ import random
 import numpy as np
 import pytest
 
+from pagedkv.activation import Refusal
 from pagedkv.address_space import AddressSpaces
 from pagedkv.block_tables import UNMAPPED
 from pagedkv.check import check_ledgers
 from pagedkv.config import Backend, DraftFullBackend, MTPBackend
 from pagedkv.errors import ConfigError, MisuseError, StaleHandle
 from pagedkv.ledgers import StoreLedgers
-from pagedkv.sequence import Refusal, Sequence
+from pagedkv.sequence import Sequence
 from tests.host.builders import (
     DRAFT_GEOMETRY,
     activate,
@@ -64,9 +65,9 @@ def assert_conserved(spaces: AddressSpaces) -> None:
     """Assert that the counters and the sets of ids behind them add up."""
     pool = spaces.pool
     assert pool.allocated + pool.reserved + pool.available == pool.capacity
-    leased, bound = int(spaces.mapped_mask().sum()), int(spaces.bound_mask().sum())
+    leased, bound = int(spaces.mapped_mask().sum()), int(spaces.held_mask().sum())
     assert (pool.allocated, pool.bound, pool.free_runs.id_count) == (leased, bound - leased, pool.capacity - bound)
-    assert not (spaces.bound_mask() & pool.free_runs.mask()).any()
+    assert not (spaces.held_mask() & pool.free_runs.mask()).any()
 
 
 # ---- block tables and page ids ---------------------------------------------------------------------
@@ -182,7 +183,7 @@ def test_s80_every_request_within_the_context_fits_an_empty_pool() -> None:
         make_ledgers(max_context=1024, tokens=1023)
     ledgers = make_ledgers(max_context=1024, tokens=1024)
 
-    assert refuse(ledgers, 1000, 25) == Refusal("main", 17, 16, forever=True)
+    assert refuse(ledgers, 1000, 25) == Refusal("main", 17, 16, forever=True, reason="context")
     small = activate(ledgers, 1)
     assert refuse(ledgers, 1024) == Refusal("main", 16, 15, forever=False)
     ledgers.finish(small)

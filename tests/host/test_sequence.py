@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pagedkv.activation import ActivationPlan, ActivationTarget, Refusal
 from pagedkv.check import check_ledgers
 from pagedkv.config import Backend, DraftFullBackend, MTPBackend
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
-from pagedkv.sequence import ActivationPlan, ActivationTarget, Refusal, Sequence
+from pagedkv.sequence import Sequence
 from tests.host.builders import (
     DRAFT_GEOMETRY,
     activate,
@@ -84,7 +85,7 @@ def test_a_budget_beyond_the_context_is_refused_for_ever_not_clamped(
     """prompt + output > S; waiting cannot help.  (C9.2, C10.9, S80)"""
     ledgers = make_ledgers()
 
-    assert refuse(ledgers, prompt_tokens, output_tokens) == Refusal("main", pages, 4, forever=True)
+    assert refuse(ledgers, prompt_tokens, output_tokens) == Refusal("main", pages, 4, forever=True, reason="context")
     check_ledgers(ledgers)
 
 
@@ -92,7 +93,7 @@ def test_the_context_is_token_exact_for_activation() -> None:
     """S = 100: 101 tokens are refused although two pages hold 128.  (C5.5, C9.2)"""
     ledgers = make_ledgers(max_context=100)
 
-    assert refuse(ledgers, 101) == Refusal("main", 2, 2, forever=True)
+    assert refuse(ledgers, 101) == Refusal("main", 2, 2, forever=True, reason="context")
     activate(ledgers, 100)
     check_ledgers(ledgers)
 
@@ -113,7 +114,7 @@ def test_scarcity_of_rows_is_a_refusal() -> None:
     ledgers = make_ledgers(max_concurrency=2)
     sequences = [activate(ledgers, 1) for _ in range(2)]
 
-    assert refuse(ledgers, 1) == Refusal("rows", 1, 0, forever=False)
+    assert refuse(ledgers, 1) == Refusal("rows", 1, 0, forever=False, reason="rows")
     ledgers.finish(sequences[0])
     activate(ledgers, 1)
     check_ledgers(ledgers)

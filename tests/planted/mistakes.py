@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from pagedkv.device_actions import DeviceActions
 from pagedkv.devices.cpu import CpuDevice
 from pagedkv.errors import CaptureRefused, DeviceFault, MisuseError, PagedKVError, StreamHazard
 from pagedkv.graphs import DecodeLoop, Unit
@@ -131,7 +132,7 @@ IN_PUBLICATION = (
     ),
     Mistake(
         "table slices are published on a stream that nobody orders",
-        ((Store, "_publish", ".copy(), self.stream", ".copy(), self.device.stream()"),),
+        ((DeviceActions, "publish", ".copy(), self._stream", ".copy(), self._device.stream()"),),
         scenes.decode_in_a_loop, r"copy of \d+ bytes from pageable host memory to 'main\.block_table'",
         r"'main\.block_table'",
     ),

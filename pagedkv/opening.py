@@ -1,0 +1,45 @@
+"""Opening a store: the device is chosen, automatic capacity is resolved, then the store is built.  (C5.3)
+
+Read next: `store.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from pagedkv.config import AutoCapacity, StoreConfig
+from pagedkv.devices import open_device
+from pagedkv.devices.protocol import Device
+from pagedkv.errors import MisuseError
+from pagedkv.planner import plan
+from pagedkv.store import Store, require_config
+
+_LOG = logging.getLogger("pagedkv")
+
+
+def open_store(config: StoreConfig, device: str | Device = "auto") -> Store:
+    """Open a store on a device: "auto", "cpu", "cuda" or a Device.
+
+    Says in one line of the `pagedkv` log which device it is and why.  Automatic capacity is resolved here, once, with
+    the memory that is free after this process's caches were emptied (C5.3): a second line says what was free, wanted
+    and got, as a warning when the caller named no `min_tokens` and got less than every lane can use.
+
+    Raises:
+        ConfigError: `config` is not a StoreConfig, or asks for what this version lacks.
+        CapacityError: automatic capacity, and too little memory is free; says what would fit.
+        MissingRequirement: the device needs something that is not there; says how to get it.
+    """
+    require_config(config)
+    chosen = open_device(device) if isinstance(device, str) else device
+    if not all(hasattr(chosen, name) for name in ("description", "stream", "empty", "load")):
+        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=repr(device),
+                          remedy="pass a name, or what open_device returned", clause="C1.1")
+    _LOG.info("device: %s", chosen.description)
+    if not isinstance(config.kv_capacity, AutoCapacity):
+        return Store(config, chosen)
+    cache_bytes = chosen.empty_caches()
+    free_bytes, total_bytes = chosen.memory_bytes()
+    made = plan(config, free_bytes, total_bytes=total_bytes, cache_bytes=cache_bytes)
+    is_degraded = made.is_clamped and config.kv_capacity.min_tokens is None
+    _LOG.log(logging.WARNING if is_degraded else logging.INFO, "%s", made.summary())
+    return Store(made.config, chosen, plan=made)
