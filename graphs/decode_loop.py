@@ -143,6 +143,40 @@ class DecodeLoop:
             progress.reason = "length"
         self._progress[sequence] = progress
 
+    def last_token(self, sequence: pk.Sequence) -> int:
+        """Return the token that was sampled last and is not in the cache: what `resume` goes on from.
+
+        With the pages it is the whole state of a model that keeps none of its own: a handle for `store.finish` and
+        `store.snapshot` (C2.2).
+
+        Raises:
+            MisuseError: a sequence that this loop has not prefilled.
+        """
+        return self._progress_of(sequence).last_token
+
+    def resume(self, sequence: pk.Sequence, last_token: int) -> None:
+        """Go on decoding a sequence that was activated from a continuation, as if it had never stopped.  (C10.4)
+
+        The token is written by the first step, in the decode route, as it would have been without the stop: `prefill`
+        of one token is the other route, and equal to it by the criterion of codecs 7 only (C14.6).
+
+        Args:
+            sequence: active, with something committed.
+            last_token: sampled after the last committed token, and delivered by whoever sampled it.
+
+        Raises:
+            MisuseError: no token id, nothing committed, or no token left in the activated budget.
+        """
+        (token,) = _token_ids("the token to go on from", [last_token]).tolist()
+        committed, budget = self.store.committed_tokens(sequence), self.store.budget_tokens(sequence)
+        if not 1 <= committed < budget:
+            raise pk.MisuseError(f"going on with {sequence}", expected=f"1 to {budget - 1} committed tokens",
+                                 got=f"{committed} of a budget of {budget}",
+                                 remedy="activate from a continuation, with room for the token", clause="C9.2")
+        progress = _Progress(tokens_left=budget - committed - 1, last_token=token)
+        self._stop_at_pending(progress, frozenset())
+        self._progress[sequence] = progress
+
     def step(
         self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
     ) -> dict[pk.Sequence, list[int]]:

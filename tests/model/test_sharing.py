@@ -1,0 +1,152 @@
+"""The real model says the same on shared, copied and moved pages as on pages of its own.  (C10, C14.6)
+
+Compared are tokens and the bytes of every committed cache row, with the same route at every position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import pagedkv as pk
+from pagedkv.graphs import DecodeLoop
+from pagedkv.tools.llama import LlamaModel
+from pagedkv.tools.model_weights import LlamaWeights
+from pagedkv.tools.tokenizer import Tokenizer
+from tests.checkout import ROOT
+from tests.model.test_exact import Said, cache_digest
+from tests.placement import shuffle_placement
+
+pytestmark = pytest.mark.model
+
+MAX_CONTEXT = 512
+PROFILES = ("bf16", "k8v4")
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode((ROOT / "pagedkv" / "contract.md").read_text(encoding="utf-8"))
+
+
+@contextmanager
+def a_loop(weights: LlamaWeights, profile: str) -> Iterator[tuple[pk.Store, DecodeLoop]]:
+    """Open a store of eight lanes, its pages scattered, and a loop over the model."""
+    device = pk.open_device("cpu")
+    model = LlamaModel(weights, device, max_context=MAX_CONTEXT)
+    config = pk.StoreConfig(
+        model.geometry, profile=profile, max_context=MAX_CONTEXT, max_concurrency=8,
+        kv_capacity=pk.ExplicitCapacity(8 * MAX_CONTEXT),
+    )  # fmt: skip
+    with pk.open_store(config, device=device) as store:
+        shuffle_placement(store, seed=5)
+        yield store, DecodeLoop(store, model)
+        store.check()
+    device.close()
+
+
+def decode(loop: DecodeLoop, sequences: list[pk.Sequence], steps: int) -> dict[pk.Sequence, tuple[int, ...]]:
+    """Step all sequences together; return the new tokens of each."""
+    said: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
+    for _ in range(steps):
+        for sequence, tokens in loop.step(sequences).items():
+            said[sequence] += tokens
+    return {sequence: tuple(tokens) for sequence, tokens in said.items()}
+
+
+def unshared(weights: LlamaWeights, profile: str, turns: list[tuple[list[int], int]]) -> Said:
+    """Run one sequence on pages of its own: prefill each turn, the last sampled token before it, and decode."""
+    with a_loop(weights, profile) as (store, loop):
+        sequence = store.activate(prompt_tokens=MAX_CONTEXT // 2, output_tokens=MAX_CONTEXT // 2)
+        tokens: tuple[int, ...] = ()
+        for index, (ids, steps) in enumerate(turns):
+            loop.prefill(sequence, [loop.last_token(sequence), *ids] if index else ids)
+            tokens += decode(loop, [sequence], steps)[sequence]
+        return Said(tokens, cache_digest(store, sequence))
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_four_forks_and_a_fork_of_a_fork_say_what_unshared_runs_say(
+    weights: LlamaWeights, text: list[int], profile: str
+) -> None:
+    """S39, C10.5: one prompt of 100 tokens, four suffixes, and child 2 forked again at an unaligned frontier."""
+    prompt, suffixes = text[:100], [text[200 + 9 * i : 205 + 9 * i] for i in range(4)]
+    again = text[400:403]
+    with a_loop(weights, profile) as (store, loop):
+        root = store.activate(prompt_tokens=len(prompt), output_tokens=0)
+        loop.prefill(root, prompt)
+        saved = store.finish(root, retain=True, state="attention only: the pages are all")
+        assert saved is not None
+        children = [
+            store.activate(source=saved, frontier=100, prompt_tokens=len(suffix), output_tokens=60)
+            for suffix in suffixes
+        ]
+        assert len({tuple(store.page_ids(child)[:1]) for child in children}) == 1
+        assert len({store.page_ids(child)[1] for child in children}) == 4
+        for child, suffix in zip(children, suffixes, strict=True):
+            loop.prefill(child, suffix)
+        said = decode(loop, children, 12)
+        checkpoint = store.snapshot(children[2], state=loop.last_token(children[2]))
+        grandchild = store.activate(source=checkpoint, prompt_tokens=len(again) + 1, output_tokens=30)
+        loop.prefill(grandchild, [loop.last_token(children[2]), *again])
+        more = decode(loop, [*children, grandchild], 12)
+        store.check()
+        got = [Said(said[child] + more[child], cache_digest(store, child)) for child in children]
+        got_again = Said(said[children[2]] + more[grandchild], cache_digest(store, grandchild))
+
+    assert got == [unshared(weights, profile, [(prompt + suffix, 24)]) for suffix in suffixes]
+    assert got_again == unshared(weights, profile, [(prompt + suffixes[2], 12), (again, 12)])
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_snapshot_resumed_later_says_what_its_run_said(
+    weights: LlamaWeights, text: list[int], profile: str
+) -> None:
+    """C10.6: taken at an unaligned frontier while the sequence runs on; both go the same way."""
+    prompt = text[500:590]
+    with a_loop(weights, profile) as (store, loop):
+        sequence = store.activate(prompt_tokens=len(prompt), output_tokens=60)
+        loop.prefill(sequence, prompt)
+        first = decode(loop, [sequence], 15)[sequence]
+        checkpoint = store.snapshot(sequence, state=loop.last_token(sequence))
+        rest = decode(loop, [sequence], 30)[sequence]
+        run = Said(first + rest, cache_digest(store, sequence))
+        loop.forget(sequence)
+        store.finish(sequence)
+        state = store.state_of(checkpoint)
+        assert isinstance(state, int)
+        resumed = store.activate(source=checkpoint, prompt_tokens=1, output_tokens=40)
+        loop.resume(resumed, state)
+        again = Said(first + decode(loop, [resumed], 30)[resumed], cache_digest(store, resumed))
+
+    assert run == again == unshared(weights, profile, [(prompt, 45)])
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_conversation_continued_by_move_says_what_an_uninterrupted_one_says(
+    weights: LlamaWeights, text: list[int], profile: str
+) -> None:
+    """C10.4: three turns; between them the sequence is retained, and moved back into activity."""
+    turns = [(text[600:640], 9), (text[640:671], 10), (text[671:700], 11)]
+    with a_loop(weights, profile) as (store, loop):
+        sequence = store.activate(prompt_tokens=len(turns[0][0]), output_tokens=20)
+        loop.prefill(sequence, turns[0][0])
+        tokens = decode(loop, [sequence], turns[0][1])[sequence]
+        for ids, steps in turns[1:]:
+            pages, last = store.page_ids(sequence), loop.last_token(sequence)
+            loop.forget(sequence)
+            saved = store.finish(sequence, retain=True, state=last)
+            assert saved is not None
+            kept = store.page_ids(saved)
+            assert pages[: len(kept)] == kept
+            sequence = store.activate(source=saved, keep_source=False, prompt_tokens=len(ids) + 1, output_tokens=20)
+            assert store.page_ids(sequence) == kept, "a Move copies nothing"
+            with pytest.raises(pk.StaleHandle):
+                store.release(saved)
+            loop.prefill(sequence, [last, *ids])
+            tokens += decode(loop, [sequence], steps)[sequence]
+            store.check()
+        got = Said(tokens, cache_digest(store, sequence))
+
+    assert got == unshared(weights, profile, turns)

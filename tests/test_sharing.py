@@ -1,0 +1,360 @@
+"""Sharing on a device: bytes and tokens of forks, moves and snapshots, and failures between claim and commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pagedkv as pk
+from pagedkv.graphs import DecodeLoop
+from tests.host.builders import assert_unchanged, snapshot
+from tests.placement import shuffle_placement
+from tests.test_sanitizer import write
+from tests.toy_model import ToyModel
+
+GEOMETRY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
+DRAFT = pk.DraftFullBackend(pk.KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64))
+
+
+@contextmanager
+def opened(
+    profile: str = "bf16", *, backend: pk.MTPBackend | pk.DraftFullBackend | None = None, sanitizer: bool = True,
+    tokens: int = 8 * 320,
+) -> Iterator[pk.Store]:
+    """Open a store of eight rows and scattered pages, in sanitizer mode: what nobody wrote is NaN."""
+    config = pk.StoreConfig(GEOMETRY, profile=profile, max_context=320, max_concurrency=8, backend=backend,
+                            kv_capacity=pk.ExplicitCapacity(tokens), sanitizer=sanitizer)
+    with pk.open_store(config, device="cpu") as store:
+        shuffle_placement(store, seed=7)
+        yield store
+        store.check()
+
+
+def advance(store: pk.Store, sequence: pk.Sequence, tokens: int, pool: str = "main", seed: int = 1) -> None:
+    """Write and commit noise behind the frontier of one pool."""
+    unit = store.begin_unit(store.batch([sequence]), {pool: tokens})
+    write(store, sequence.row, int(unit.first_positions[pool][0]), tokens, pool, seed)
+    store.wait(unit)
+    store.commit(unit, {pool: tokens})
+
+
+def rows_of(store: pk.Store, held: pk.Sequence | pk.Continuation, pool: str = "main") -> list[bytes]:
+    """Return the committed rows of every plane of a pool, in logical order."""
+    store.stream.synchronize()
+    pages, committed = store.page_ids(held, pool), store.committed_tokens(held, pool)
+    found = []
+    for view in store.views[pool]:
+        for plane in (view.k_pages, view.v_pages, view.k_scales, view.v_scales):
+            if plane is not None:
+                by_page = plane if view.order == "page-major" else np.moveaxis(plane, 1, 0)
+                rows = np.moveaxis(by_page[pages], 1, 2).reshape(len(pages) * 64, -1)[:committed]
+                found.append(np.ascontiguousarray(rows).tobytes())
+    return found
+
+
+def retained(store: pk.Store, tokens: int) -> pk.Continuation:
+    """Return a continuation of so many tokens."""
+    sequence = store.activate(prompt_tokens=tokens, output_tokens=0)
+    advance(store, sequence, tokens)
+    saved = store.finish(sequence, retain=True, state="complete")
+    assert saved is not None
+    return saved
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize("profile", sorted(pk.PROFILES))
+def test_a_fork_reads_the_source_s_bytes_and_writes_none_of_them(profile: str) -> None:
+    """C10.5: 150 tokens are two shared pages and 22 copied columns; the fork's 151st token is its own."""
+    with opened(profile) as store:
+        saved = retained(store, 150)
+        before = rows_of(store, saved)
+        fork = store.activate(source=saved, frontier=150, prompt_tokens=60, output_tokens=10)
+
+        assert rows_of(store, fork) == before
+        assert store.page_ids(fork)[:2] == store.page_ids(saved)[:2]
+        assert store.page_ids(fork)[2] != store.page_ids(saved)[2]
+        advance(store, fork, 60, seed=9)
+        assert rows_of(store, saved) == before
+
+
+@pytest.mark.parametrize("profile", sorted(pk.PROFILES))
+def test_a_move_to_a_lower_frontier_keeps_what_is_below_it(profile: str) -> None:
+    """C10.4, C9.10: the pages stay where they are; the page that is cut inside has other content from then on."""
+    with opened(profile) as store:
+        saved = retained(store, 150)
+        longer = store.activate(source=saved, prompt_tokens=0, output_tokens=0)
+        store.truncate(longer, 130)
+        expected, pages = rows_of(store, longer), store.page_ids(saved)
+        moved = store.activate(source=saved, frontier=130, keep_source=False, prompt_tokens=60, output_tokens=10)
+
+        assert rows_of(store, moved) == expected
+        assert store.page_ids(moved) == pages
+        with pytest.raises(pk.StaleHandle):
+            store.state_of(saved)
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize("profile", sorted(pk.PROFILES))
+def test_a_snapshot_keeps_its_bytes_while_the_sequence_runs_on(profile: str) -> None:
+    """C10.6: no table entry of the running sequence changes, and its next tokens reach no byte of the checkpoint."""
+    with opened(profile) as store:
+        sequence = store.activate(prompt_tokens=100, output_tokens=100)
+        advance(store, sequence, 100)
+        pages = store.page_ids(sequence)
+        checkpoint = store.snapshot(sequence, state="complete")
+        before = rows_of(store, checkpoint)
+
+        assert before == rows_of(store, sequence)
+        assert store.page_ids(sequence) == pages
+        advance(store, sequence, 70, seed=5)
+        assert rows_of(store, checkpoint) == before
+
+
+@pytest.mark.parametrize("backend", [pk.MTPBackend(3), DRAFT], ids=["mtp", "draft"])
+def test_each_pool_is_forked_at_its_own_frontier(backend: pk.MTPBackend | pk.DraftFullBackend) -> None:
+    """C9.9, C10.5: Main at 150, the backend at 70; a head-major plane is copied as a page-major one is."""
+    with opened(backend=backend) as store:
+        pool = store.config.pools[1].name
+        sequence = store.activate(prompt_tokens=160, output_tokens=20)
+        advance(store, sequence, 150)
+        advance(store, sequence, 140, pool)
+        saved = store.finish(sequence, retain=True, state="complete")
+        assert saved is not None
+        with pytest.raises(pk.MisuseError, match=r"name every pool.*\(C9.9\)"):
+            store.activate(source=saved, frontier=150, prompt_tokens=1, output_tokens=1)
+        fork = store.activate(source=saved, frontier={"main": 150, pool: 70}, prompt_tokens=1, output_tokens=1)
+
+        assert (150, 70) == (store.committed_tokens(fork), store.committed_tokens(fork, pool))
+        whole, part = rows_of(store, saved, pool), rows_of(store, fork, pool)
+        assert [rows[: len(few)] for rows, few in zip(whole, part, strict=True)] == part
+        checkpoint = store.snapshot(fork, state="complete")
+        assert rows_of(store, checkpoint, pool) == part
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------
+
+
+def decoded(loop: DecodeLoop, sequences: list[pk.Sequence], steps: int) -> dict[pk.Sequence, list[int]]:
+    """Step sequences together and return their tokens."""
+    said: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
+    for _ in range(steps):
+        for sequence, tokens in loop.step(sequences).items():
+            said[sequence] += tokens
+    return said
+
+
+def alone(profile: str, prompt: list[int], steps: int) -> list[int]:
+    """Return what a sequence of its own says."""
+    with opened(profile) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=len(prompt), output_tokens=steps)
+        loop.prefill(sequence, prompt)
+        return decoded(loop, [sequence], steps)[sequence]
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize("profile", sorted(pk.PROFILES))
+@pytest.mark.parametrize("frontier", [64, 100, 128])
+def test_forks_say_what_unshared_runs_say(profile: str, frontier: int) -> None:
+    """S39, C14.6: one prompt, four suffixes, one batch."""
+    prompt = [(37 * i) % 1009 for i in range(frontier)]
+    with opened(profile) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        root = store.activate(prompt_tokens=frontier, output_tokens=0)
+        loop.prefill(root, prompt)
+        saved = store.finish(root, retain=True, state="complete")
+        children = [store.activate(source=saved, prompt_tokens=3, output_tokens=40) for _ in range(4)]
+        suffixes = [[5 + i, 11 * i, 900 - i] for i in range(4)]
+        for child, suffix in zip(children, suffixes, strict=True):
+            loop.prefill(child, suffix)
+        said = decoded(loop, children, 40)
+
+    assert [said[child] for child in children] == [alone(profile, prompt + suffix, 40) for suffix in suffixes]
+
+
+def test_a_resumed_snapshot_goes_the_way_of_its_run() -> None:
+    """C10.6: the token that was sampled last is the loop's whole state; it is written in the decode route."""
+    with opened("int8-g64") as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=70, output_tokens=60)
+        loop.prefill(sequence, range(70))
+        decoded(loop, [sequence], 5)
+        checkpoint = store.snapshot(sequence, state=loop.last_token(sequence))
+        expected = decoded(loop, [sequence], 55)[sequence]
+        state = store.state_of(checkpoint)
+        assert isinstance(state, int)
+        resumed = store.activate(source=checkpoint, prompt_tokens=0, output_tokens=56)
+        loop.resume(resumed, state)
+
+        assert decoded(loop, [resumed], 60)[resumed] == expected
+        assert loop.finish_reason(resumed) == "length"
+
+
+def test_going_on_needs_something_to_go_on_from() -> None:
+    """C9.2: a token id, something committed, and room for it."""
+    with opened() as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        fresh = store.activate(prompt_tokens=5, output_tokens=1)
+        with pytest.raises(pk.MisuseError, match="committed tokens"):
+            loop.resume(fresh, 3)
+        saved = retained(store, 70)
+        full = store.activate(source=saved, prompt_tokens=0, output_tokens=0)
+        with pytest.raises(pk.MisuseError, match="committed tokens"):
+            loop.resume(full, 3)
+        with pytest.raises(pk.MisuseError, match="token ids"):
+            loop.resume(full, -1)
+
+
+# ---- failures between claim and commit --------------------------------------------------------------------
+
+
+class Injected(Exception):
+    """What a device call raises in these tests."""
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int) -> None:
+    """Let the `number`-th call of a method raise, after it was counted."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = iter(range(1, 1000))
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == number:
+            raise Injected
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def observable(store: pk.Store) -> object:
+    """Return the ledgers' state but for what only ever grows or lies behind a count."""
+    taken = snapshot(store._ledgers)
+
+    def strip(value: object) -> object:
+        if isinstance(value, dict):
+            hidden = {"_serial_next", "_stamp_next", "_starts", "_ends", "_random"}
+            return {name: strip(item) for name, item in value.items() if name not in hidden}
+        return [strip(item) for item in value] if isinstance(value, list) else value
+
+    return strip(taken)
+
+
+@pytest.mark.parametrize("keep_source", [True, False])
+@pytest.mark.parametrize(("owner", "name", "number"), [
+    ("ops", "copy_columns", 1), ("ops", "copy_columns", 2), ("device", "copy", 1), ("device", "copy", 2),
+])  # fmt: skip
+def test_a_failure_on_the_device_leaves_no_trace_of_the_activation(
+    monkeypatch: pytest.MonkeyPatch, keep_source: bool, owner: str, name: str, number: int
+) -> None:
+    """C10.2: at the first and the second pool's copy, and at the publication of each row; then it succeeds."""
+    with opened(backend=DRAFT, sanitizer=False) as store:
+        sequence = store.activate(prompt_tokens=160, output_tokens=20)
+        advance(store, sequence, 150)
+        advance(store, sequence, 140, "draft")
+        saved = store.finish(sequence, retain=True, state="complete")
+        assert saved is not None
+        other = store.activate(source=saved, prompt_tokens=1, output_tokens=1)
+        bytes_before = [rows_of(store, saved, pool) for pool in ("main", "draft")]
+        before, ids_before = observable(store), (store.page_ids(saved), store.page_ids(other))
+        frontier = {"main": 100, "draft": 70}
+        with monkeypatch.context() as patch:
+            fail_at(patch, getattr(store, owner), name, number)
+            with pytest.raises(Injected):
+                store.activate(source=saved, frontier=frontier, keep_source=keep_source, prompt_tokens=9,
+                               output_tokens=9)
+
+        assert observable(store) == before
+        assert ids_before == (store.page_ids(saved), store.page_ids(other))
+        store.check()
+        assert bytes_before == [rows_of(store, saved, pool) for pool in ("main", "draft")]
+        again = store.activate(source=saved, frontier=frontier, keep_source=keep_source, prompt_tokens=9,
+                               output_tokens=9)
+        assert 100 == store.committed_tokens(again)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_failed_copy_leaves_no_trace_of_the_snapshot(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """C10.6: the first pool's tail, or the second's."""
+    with opened(backend=DRAFT, sanitizer=False) as store:
+        sequence = store.activate(prompt_tokens=160, output_tokens=20)
+        advance(store, sequence, 150)
+        advance(store, sequence, 140, "draft")
+        before = observable(store)
+        with monkeypatch.context() as patch:
+            fail_at(patch, store.ops, "copy_columns", 1 if number == 1 else 2)
+            with pytest.raises(Injected):
+                store.snapshot(sequence)
+
+        assert observable(store) == before
+        store.check()
+        assert 150 == store.committed_tokens(store.snapshot(sequence))
+
+
+def test_a_device_fault_in_a_copy_latches_the_store_and_gives_the_claims_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C10.2, C12.4: the ledgers are as before, and nothing but the evidence answers."""
+    with opened(sanitizer=False) as store:
+        saved = retained(store, 150)
+        before = observable(store)
+
+        def crash(*_: object, **__: object) -> None:
+            raise pk.DeviceFault("a kernel", expected="no fault", got="one", remedy="none", clause="C12.4")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.ops, "copy_columns", crash)
+            with pytest.raises(pk.DeviceFault):
+                store.activate(source=saved, prompt_tokens=1, output_tokens=1)
+
+        assert observable(store) == before
+        with pytest.raises(pk.StoreLatched):
+            store.release(saved)
+        store._latch = None
+
+
+# ---- answers --------------------------------------------------------------------------------------------
+
+
+def test_kv_without_state_is_never_a_hit() -> None:
+    """C2.2, C16.16: retained without the caller's state it is KV; `attach_state` makes it a continuation."""
+    with opened() as store:
+        sequence = store.activate(prompt_tokens=70, output_tokens=0)
+        advance(store, sequence, 70)
+        saved = store.finish(sequence, retain=True)
+        assert saved is not None
+        before = snapshot(store._ledgers)
+        with pytest.raises(pk.MisuseError, match=r"never a hit.*\(C2.2\)"):
+            store.activate(source=saved, prompt_tokens=1, output_tokens=1)
+        assert_unchanged(before, store._ledgers)
+
+        store.attach_state(saved, {"step": 70})
+        assert store.state_of(saved) == {"step": 70}
+        assert store.committed_tokens(store.activate(source=saved, prompt_tokens=1, output_tokens=1)) == 70
+
+
+def test_a_full_pool_refuses_fork_and_snapshot_with_the_numbers() -> None:
+    """C10.6, C10.9: five pages of Main; a continuation holds 3, a sequence of one page leaves 1."""
+    with opened(tokens=8 * 64, sanitizer=False) as store:
+        saved = retained(store, 150)
+        held = store.activate(prompt_tokens=200, output_tokens=64)
+        target = pk.ActivationTarget(20, 40, saved)
+
+        assert store.memory_summary()["main"]["available_pages"] == 0
+        assert store.explain(target) == pk.Refusal("main", 2, 0, forever=False)
+        assert not store.can_honour(target)
+        with pytest.raises(pk.ActivationRefused):
+            store.activate(source=saved, prompt_tokens=20, output_tokens=40)
+        advance(store, held, 70)
+        assert store.try_snapshot(held) == pk.Refusal("main", 1, 0, forever=False)
+        with pytest.raises(pk.SnapshotRefused, match="a free page in main"):
+            store.snapshot(held)
+        unit = store.begin_unit(store.batch([held]), 80)
+        store.wait(unit)
+        store.commit(unit, 1)
+        assert store.try_snapshot(held) == pk.Refusal("main", 1, 0, forever=False, reason="provisional")
+        with pytest.raises(pk.SnapshotRefused, match="trim"):
+            store.snapshot(held)
