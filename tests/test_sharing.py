@@ -11,7 +11,7 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
-from tests.host.builders import assert_unchanged, snapshot
+from tests.host.builders import assert_unchanged, differences, snapshot
 from tests.placement import shuffle_placement
 from tests.test_sanitizer import write
 from tests.toy_model import ToyModel
@@ -29,7 +29,8 @@ def opened(
     config = pk.StoreConfig(GEOMETRY, profile=profile, max_context=320, max_concurrency=8, backend=backend,
                             kv_capacity=pk.ExplicitCapacity(tokens), sanitizer=sanitizer)
     with pk.open_store(config, device="cpu") as store:
-        shuffle_placement(store, seed=7)
+        if sanitizer:  # the others compare the ledgers whole
+            shuffle_placement(store, seed=7)
         yield store
         store.check()
 
@@ -190,7 +191,7 @@ def test_a_resumed_snapshot_goes_the_way_of_its_run() -> None:
         expected = decoded(loop, [sequence], 55)[sequence]
         state = store.state_of(checkpoint)
         assert isinstance(state, int)
-        resumed = store.activate(source=checkpoint, prompt_tokens=0, output_tokens=56)
+        resumed = store.activate(source=checkpoint, prompt_tokens=0, output_tokens=55)
         loop.resume(resumed, state)
 
         assert decoded(loop, [resumed], 60)[resumed] == expected
@@ -238,11 +239,16 @@ def observable(store: pk.Store) -> object:
 
     def strip(value: object) -> object:
         if isinstance(value, dict):
-            hidden = {"_serial_next", "_stamp_next", "_starts", "_ends", "_random"}
+            hidden = {"_serial_next", "_stamp_next", "_starts", "_ends", "content"}
             return {name: strip(item) for name, item in value.items() if name not in hidden}
         return [strip(item) for item in value] if isinstance(value, list) else value
 
-    return strip(taken)
+    live = [
+        [spaces.pool.free_runs.runs(), spaces.pages.free_runs.runs(),
+         spaces.pages.content[spaces.pages.serial > 0].tolist()]
+        for spaces in store._ledgers.spaces.values()
+    ]
+    return [strip(taken), live]
 
 
 @pytest.mark.parametrize("keep_source", [True, False])
@@ -269,7 +275,7 @@ def test_a_failure_on_the_device_leaves_no_trace_of_the_activation(
                 store.activate(source=saved, frontier=frontier, keep_source=keep_source, prompt_tokens=9,
                                output_tokens=9)
 
-        assert observable(store) == before
+        assert differences(before, observable(store)) == []
         assert ids_before == (store.page_ids(saved), store.page_ids(other))
         store.check()
         assert bytes_before == [rows_of(store, saved, pool) for pool in ("main", "draft")]
@@ -291,7 +297,7 @@ def test_a_failed_copy_leaves_no_trace_of_the_snapshot(monkeypatch: pytest.Monke
             with pytest.raises(Injected):
                 store.snapshot(sequence)
 
-        assert observable(store) == before
+        assert differences(before, observable(store)) == []
         store.check()
         assert 150 == store.committed_tokens(store.snapshot(sequence))
 
@@ -310,7 +316,7 @@ def test_a_device_fault_in_a_copy_latches_the_store_and_gives_the_claims_back(mo
             with pytest.raises(pk.DeviceFault):
                 store.activate(source=saved, prompt_tokens=1, output_tokens=1)
 
-        assert observable(store) == before
+        assert differences(before, observable(store)) == []
         with pytest.raises(pk.StoreLatched):
             store.release(saved)
         store._latch = None
@@ -321,7 +327,7 @@ def test_a_device_fault_in_a_copy_latches_the_store_and_gives_the_claims_back(mo
 
 def test_kv_without_state_is_never_a_hit() -> None:
     """C2.2, C16.16: retained without the caller's state it is KV; `attach_state` makes it a continuation."""
-    with opened() as store:
+    with opened(sanitizer=False) as store:
         sequence = store.activate(prompt_tokens=70, output_tokens=0)
         advance(store, sequence, 70)
         saved = store.finish(sequence, retain=True)
