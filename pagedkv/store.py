@@ -8,11 +8,11 @@
         store.wait(unit)                             # the device has finished
         store.commit(unit)                           # frontiers advance, rows thaw
         store.trim(batch)                            # rejected tails return to their reservation
-        store.finish(sequence)
+        saved = store.finish(sequence, retain=True, state=mine)
+        again = store.activate(source=saved, frontier=900, prompt_tokens=20, output_tokens=64)     # Fork
 
-Every per-step call takes a batch.  Only publication loops over rows in Python, and only over those that crossed
-a page: one copy each (C11.2).  One thread and one process use a store; a call from elsewhere is refused.  After a
-device error the store is latched: only `close`, `memory_summary` and the evidence remain (C12.4).
+Every per-step call takes a batch.  Ledgers are asked first and say what is to be copied and published
+(`device_actions.py`); a failure in between gives every claim back (C10.2).
 
 Read next: `views.py` and `ops.py` for what kernels see; `graphs/decode_loop.py` for a loop.
 """

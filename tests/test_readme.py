@@ -31,6 +31,18 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(README.parent)}
 
 
+def test_the_second_example_goes_on_from_the_first(tmp_path: Path) -> None:
+    """Fork, Snapshot and Move as the README shows them."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text("\n".join(blocks[:2]), encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=README.parent,
+                          env=_environment(), check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip().splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     "name", ["tools/bootstrap.py", "tests/test_tour.py", "pagedkv/contract.md", "cuda_src/append.cu"]
 )

@@ -150,3 +150,28 @@ def test_7_a_loop_decodes_by_replaying_one_graph() -> None:
             store.finish(sequence)
         assert store.memory_summary()["main"]["available_pages"] == 8
         store.check()
+
+
+def test_8_a_continuation_is_forked_moved_and_released() -> None:
+    """C10: full pages are shared, a partial tail is copied, a Move keeps every page; the last reference frees."""
+    with pk.open_store(small_config(), device="cpu") as store:
+        first = store.activate(prompt_tokens=100, output_tokens=20)
+        unit = store.begin_unit(store.batch([first]), 100)
+        store.wait(unit)
+        store.commit(unit)
+        saved = store.finish(first, retain=True, state="what the model needs besides")
+        assert saved is not None
+        fork = store.activate(source=saved, frontier=70, prompt_tokens=10, output_tokens=10)
+
+        assert store.committed_tokens(fork) == 70
+        assert store.page_ids(fork)[0] == store.page_ids(saved)[0]
+        assert store.page_ids(fork)[1] != store.page_ids(saved)[1]
+        pages = store.page_ids(saved)
+        moved = store.activate(source=saved, keep_source=False, prompt_tokens=10, output_tokens=10)
+        assert store.page_ids(moved) == pages
+        with pytest.raises(pk.StaleHandle, match="released or moved"):
+            store.state_of(saved)
+        store.finish(fork)
+        store.finish(moved)
+        assert store.memory_summary()["main"]["available_pages"] == 8
+        store.check()
