@@ -5,10 +5,11 @@
     for tokens in loop.decode([sequence]):       # {sequence: new tokens}
         ...
 
-A step: map and publish the column each row will write (`begin_unit`), write the selectors, replay,
-wait, commit.  The first token is sampled by prefill and delivered with the first step; the last one
-is never written to the cache.  Stop tokens and lengths are the loop's business, sampling is the
-model's (C1.2, C14).
+A step: extend the leases that are nearly used up (`begin_round`, with lease growth), map and publish the
+column each row will write (`begin_unit`), write the selectors, replay, wait, commit.  The first token is
+sampled by prefill and delivered with the first step; the last one is never written to the cache.  Stop
+tokens and lengths are the loop's business, sampling is the model's (C1.2, C14).  A row whose next column
+no lease covers ends with reason "length" where it stands (C9.2).
 
 Read next: `tools/llama.py`, a model.
 """
@@ -112,7 +113,8 @@ class DecodeLoop:
         Args:
             sequence: active; its committed frontier is where the prompt goes.
             prompt_ids: token ids; at least one, and within the activated budget.  What they leave of it is for output,
-                also where that is more than `output_tokens` of the activation.
+                also where that is more than `output_tokens` of the activation.  With lease growth they lie within what
+                is reserved by now, as the activated prompt does.
 
         Raises:
             MisuseError: no token, more than the budget holds, or ids that are no int32 of 0 or more.
@@ -129,6 +131,14 @@ class DecodeLoop:
                 got=f"{ids.size}", remedy="activate with the prompt's length", clause="C9.2",
             )
         batch = self.store.batch([sequence])
+        covered = int(self.store.covered_columns(batch)[0])
+        if ids.size > covered:
+            raise pk.MisuseError(
+                f"a prompt of {ids.size} tokens for {sequence}",
+                expected=f"at most {covered} tokens, which are reserved", got=f"{ids.size}",
+                remedy="activate with the prompt's length: leases grow with decoding only",
+                clause="C9.2",
+            )
         try:
             sampled = self._prefill_chunks(batch, ids)
         except BaseException:
@@ -184,7 +194,8 @@ class DecodeLoop:
 
         Returns:
             New tokens of each sequence that got any, the first one of its prefill included.  A stop
-            token is delivered, and ends its sequence; so does the activated budget.
+            token is delivered, and ends its sequence; so does the activated budget, and with lease growth the end of
+            what the pool could reserve for it.
 
         Raises:
             MisuseError: a sequence that this loop has not prefilled, one named twice, stop tokens that are no ids, or
@@ -197,6 +208,8 @@ class DecodeLoop:
         for progress in [self._progress_of(sequence) for sequence in named]:
             self._stop_at_pending(progress, stops)
         running = tuple(sequence for sequence in named if self._progress[sequence].reason is None)
+        if running and self.store.config.kv_lease_growth:
+            running = self._covered(running)
         if running:
             self._decode(running, stops)
         delivered = {}
@@ -238,8 +251,7 @@ class DecodeLoop:
 
     def _decode(self, running: tuple[pk.Sequence, ...], stops: frozenset[int]) -> None:
         calls_before = self.store.device.driver_calls
-        if self._batch is None or self._batch.sequences != running:
-            self._batch = self.store.batch(running)
+        batch = self._select(running)
         shape = batch_shape(len(running), concurrency=self.store.config.max_concurrency)
         key = key_for(self.store.config, unit="decode", route="decode", batch=shape, width=1)
         captured = self.graphs.unit(key)
@@ -247,11 +259,27 @@ class DecodeLoop:
             calls_before = self.store.device.driver_calls
         tokens = np.array([[self._progress[sequence].last_token] for sequence in running], np.int32)
         with nvtx.annotate("pagedkv.decode", domain="pagedkv"):
-            sampled = self._run(captured, self._batch, 1, tokens)
+            sampled = self._run(captured, batch, 1, tokens)
         for sequence, token in zip(running, sampled.tolist(), strict=True):
             self._deliver(self._progress[sequence], token, stops)
         self.statistics.decode_steps += 1
         self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
+
+    def _select(self, running: tuple[pk.Sequence, ...]) -> pk.Batch:
+        if self._batch is None or self._batch.sequences != running:
+            self._batch = self.store.batch(running)
+        return self._batch
+
+    def _covered(self, running: tuple[pk.Sequence, ...]) -> tuple[pk.Sequence, ...]:
+        """Extend leases; end the rows whose next column none covers, and return the others.  (C9.2, C16.17)"""
+        unextended = self.store.begin_round(self._select(running))
+        if not unextended:
+            return running
+        columns = self.store.covered_columns(self.store.batch(unextended)).tolist()
+        ended = {sequence for sequence, covered in zip(unextended, columns, strict=True) if not covered}
+        for sequence in ended:
+            self._progress[sequence].reason = "length"
+        return tuple(sequence for sequence in running if sequence not in ended)
 
     def _run(
         self, captured: CapturedUnit, batch: pk.Batch, columns: int, tokens: np.ndarray

@@ -33,6 +33,7 @@ from pagedkv.config import StoreConfig
 from pagedkv.continuation import Continuation, Continuations
 from pagedkv.errors import MisuseError
 from pagedkv.free_runs import Ids
+from pagedkv.lease_growth import LeaseGrowth
 from pagedkv.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
 from pagedkv.retained_spaces import RetainedSpaces
 from pagedkv.sequence import Sequence, Sequences
@@ -176,12 +177,13 @@ class Activations:
 
     def __init__(
         self, config: StoreConfig, spaces: Mapping[str, AddressSpaces], sequences: Sequences,
-        continuations: Continuations,
+        continuations: Continuations, growth: LeaseGrowth,
     ) -> None:
         self.config = config
         self.spaces = dict(spaces)
         self.sequences = sequences
         self.continuations = continuations
+        self.growth = growth
         self._lead_tokens = {pool.name: pool.lead_tokens for pool in config.pools}
         self._limit_tokens = config.blocks * PAGE_TOKENS
 
@@ -269,7 +271,9 @@ class Activations:
             self.continuations.states[target.source.number].claims -= 1
             if not target.keep_source:
                 del self.continuations.states[target.source.number]
-        return self.sequences.publish(row, prepared.plan.pools[0].frontier + target.total_tokens)
+        base = prepared.plan.pools[0].frontier
+        self.growth.open(row, {name: self._full_entitlement(name, target, base) for name in self.spaces})
+        return self.sequences.publish(row, base + target.total_tokens)
 
     def abort(self, prepared: PreparedActivation) -> None:
         """Give every claim back: counters, references, pins, rows and the source are as before.  (C10.2)"""
@@ -317,6 +321,11 @@ class Activations:
         return dict(wanted)
 
     def _entitlement(self, pool: str, target: ActivationTarget, base: int) -> int:
+        """Return pages that a pool reserves at activation: all, or with lease growth the first of them.  (C9.2)"""
+        full = self._full_entitlement(pool, target, base)
+        return self.growth.first_pages(full, filled_tokens=base + target.prompt_tokens)
+
+    def _full_entitlement(self, pool: str, target: ActivationTarget, base: int) -> int:
         """Return pages of a pool: prompt and output, and the backend's provisional lead, at most L.  (C9.2, C5.6)"""
         total = base + target.total_tokens + self._lead_tokens[pool]
         return pages_for_tokens(min(total, self._limit_tokens))

@@ -83,6 +83,16 @@ class AddressSpaces:
         self.limit[row] = entitlement_pages * PAGE_TOKENS
         self.ceiling[row] = min(entitlement_pages * PAGE_TOKENS, self.max_context)
 
+    def extend(self, row: int, *, pages: int) -> None:
+        """Raise the entitlement by pages that the caller has reserved in the pool.  (C9.2)"""
+        assert self.limit[row] > 0, f"row {row} of pool {self.pool.name} holds no space"
+        self.limit[row] += pages * PAGE_TOKENS
+        self.ceiling[row] = min(int(self.limit[row]), self.max_context)
+
+    def covered_columns(self, rows: npt.NDArray[np.int64]) -> Tokens:
+        """Return how many columns behind its frontier each row may still write, below S.  (C9.2, C11.2)"""
+        return self.ceiling[rows] - self.frontier[rows]
+
     def adopt(self, row: int, members: Ids, *, frontier: int, entitlement_pages: int) -> None:
         """Start a space from pages that hold [0, frontier), each with this space's active reference.  (C10.3)
 

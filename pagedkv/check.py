@@ -19,6 +19,7 @@ import numpy as np
 from pagedkv.address_space import AddressSpaces
 from pagedkv.block_tables import UNMAPPED
 from pagedkv.config import PoolConfig
+from pagedkv.lease_growth import NEVER
 from pagedkv.ledgers import StoreLedgers
 from pagedkv.planes import PlaneGeometry
 from pagedkv.quantities import PAGE_SHIFT, PAGE_TOKENS
@@ -204,9 +205,25 @@ def check_13_pools_are_separate(ledgers: StoreLedgers) -> None:
 
 
 def check_17_launches_are_covered(ledgers: StoreLedgers) -> None:
-    """C16.17: the whole budget of every active sequence lies within its entitlement."""
+    """C16.17: the budget of every active sequence, or with growth its next launch, lies within its entitlement.
+
+    With growth a row that its last round could not extend may be short of it, and one that went farther than a launch
+    and a forced span since then has its next round to come; every other one is covered.
+    """
+    growth = ledgers.growth
+    assert not growth.short[ledgers.sequences.serials == 0].any(), "an idle row is short"
     for name, spaces in ledgers.spaces.items():
-        short = ledgers.sequences.budget_tokens > spaces.limit
+        if growth.is_on:
+            full = growth.full_pages[name] * PAGE_TOKENS
+            assert (spaces.limit <= full).all(), f"pool {name}: limits {spaces.limit.tolist()} beyond {full.tolist()}"
+            grow_at = np.where(spaces.limit < full, spaces.limit - growth.cushion_pages * PAGE_TOKENS, NEVER)
+            assert (growth.grow_at[name] == grow_at).all(), f"pool {name}: rows grow at {growth.grow_at[name].tolist()}"
+            needed = np.minimum(spaces.frontier + ledgers.config.decode_columns, full)
+            widest = ledgers.config.decode_columns + ledgers.config.forced_span_tokens
+            is_due = spaces.frontier - growth.round_frontier[name] > widest
+            short = (needed > spaces.limit) & ~growth.short & ~is_due
+        else:
+            short = ledgers.sequences.budget_tokens > spaces.limit
         assert not short.any(), f"pool {name}: rows {np.flatnonzero(short).tolist()} are not covered"
 
 

@@ -215,6 +215,10 @@ class StoreConfig:
             None is 12 MiB per lane.
         sanitizer: keep one guard page group a pool behind the last id; fresh table entries point at it (C11.1).
         host_arena_bytes: pinned host memory for host replicas; charged to no device (C5.7).
+        kv_lease_growth: reserve a bounded window of the output budget and extend it at round boundaries, by
+            `Store.begin_round` (C9.2).
+        lease_window_tokens: output tokens that an activation reserves, and the most that an extension adds.
+        forced_span_tokens: most tokens that the embedder appends at once without sampling; the cushion holds them.
 
     Raises:
         ConfigError: a value outside its range, a head_dim or group that no kernel serves, or a
@@ -234,6 +238,9 @@ class StoreConfig:
     graph_allowance_bytes: int | None = field(default=None, kw_only=True)
     sanitizer: bool = field(default=False, kw_only=True)
     host_arena_bytes: int = field(default=0, kw_only=True)
+    kv_lease_growth: bool = field(default=False, kw_only=True)
+    lease_window_tokens: int = field(default=4096, kw_only=True)
+    forced_span_tokens: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.geometry, KVGeometry):
@@ -268,9 +275,12 @@ class StoreConfig:
         if self.graph_allowance_bytes is not None:
             _require_int("graph_allowance_bytes", self.graph_allowance_bytes, 0, BYTES_MAX, "C5.4")
         _require_int("host_arena_bytes", self.host_arena_bytes, 0, BYTES_MAX, "C5.7")
-        if not isinstance(self.sanitizer, bool):
-            raise ConfigError("sanitizer", expected="True or False", got=repr(self.sanitizer),
-                              remedy="correct the configuration", clause="C11.1")
+        _require_int("lease_window_tokens", self.lease_window_tokens, 1, CONTEXT_TOKENS_MAX, "C9.2")
+        _require_int("forced_span_tokens", self.forced_span_tokens, 0, CONTEXT_TOKENS_MAX, "C9.2")
+        for name, clause in (("sanitizer", "C11.1"), ("kv_lease_growth", "C9.2")):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, expected="True or False", got=repr(getattr(self, name)),
+                                  remedy="correct the configuration", clause=clause)
 
     def _check_capacity(self, tokens: int) -> None:
         pages = pages_for_tokens(tokens)

@@ -22,6 +22,7 @@ from pagedkv.block_tables import BlockTable, TableSlices
 from pagedkv.config import VERIFY_WIDTH_MAX, StoreConfig
 from pagedkv.continuation import Continuation, Continuations
 from pagedkv.errors import MisuseError
+from pagedkv.lease_growth import LeaseGrowth
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
 from pagedkv.retained_spaces import RetainedSpaces
@@ -70,7 +71,8 @@ class StoreLedgers:
         self.continuations = Continuations(
             {name: RetainedSpaces(spaces.pool, spaces.pages) for name, spaces in self.spaces.items()}, store_id
         )
-        self.activations = Activations(config, self.spaces, self.sequences, self.continuations)
+        self.growth = LeaseGrowth(config, self.spaces)
+        self.activations = Activations(config, self.spaces, self.sequences, self.continuations, self.growth)
         self.snapshots = Snapshots(self.spaces, self.continuations)
         self.guard = UnitGuard()
         self._aborting: dict[int, Sequence] = {}
@@ -121,6 +123,7 @@ class StoreLedgers:
         for spaces in self.spaces.values():
             spaces.trim(keep)
         kept = {name: spaces.detach(sequence.row) for name, spaces in self.spaces.items()}
+        self.growth.close(sequence.row)
         self.sequences.end(sequence)
         return self.continuations.keep(kept, state)
 
@@ -291,6 +294,21 @@ class StoreLedgers:
 
     # ---- between units ----------------------------------------------------------------------------
 
+    def begin_round(self, batch: Batch) -> list[Sequence]:
+        """Extend the leases of a batch that are nearly used up; return those it could not, in batch order.  (C9.2)
+
+        Raises:
+            UnitInFlight: a unit in flight selects one of the rows; nothing changed.
+        """
+        self._require_batch(batch)
+        self.guard.require_thawed(batch.rows_mask, "begin_round")
+        return [batch.sequences[index] for index in self.growth.begin_round(batch.rows)]
+
+    def covered_columns(self, batch: Batch, pool: str) -> Tokens:
+        """Return (B,) int32: columns that each entry may still write in a pool.  (C9.2, C16.17)"""
+        self._require_batch(batch)
+        return self.pool_spaces(pool).covered_columns(batch.rows)
+
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str) -> PoolSlices:
         """Map positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)"""
         self.sequences.require_current(sequence)
@@ -338,6 +356,7 @@ class StoreLedgers:
         """Close the sequence's spaces and return its row.  (C9.8)"""
         for spaces in self.spaces.values():
             spaces.close(sequence.row)
+        self.growth.close(sequence.row)
         self.sequences.end(sequence)
 
     def _require_boundary(self, sequence: Sequence, operation: str) -> None:

@@ -24,6 +24,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import numpy.typing as npt
 
 from pagedkv.activation import ActivationPlan, ActivationTarget, Refusal
@@ -456,6 +457,33 @@ class Store(StoreLife):
         return buffer
 
     # ---- between units ----------------------------------------------------------------------------
+
+    def begin_round(self, batch: Batch) -> list[Sequence]:
+        """Extend the leases of a batch before its next launch, where they are nearly used up.  (C9.2)
+
+        Needed once a round with `kv_lease_growth`; without it nothing is done.  Host work only: nothing is mapped,
+        published or launched.
+
+        Returns:
+            The sequences that could not be extended, in batch order.  Each runs on while `covered_columns` holds its
+            next launch; then the caller ends it with reason "length".  After releasing a continuation, try again.
+
+        Raises:
+            UnitInFlight: a unit in flight selects one of the rows (C12.2); nothing changed.
+            StaleHandle: one of the sequences has ended.
+        """
+        self._enter("begin_round")
+        return self._ledgers.begin_round(batch)
+
+    def covered_columns(self, batch: Batch, pool: str = "main") -> npt.NDArray[np.int32]:
+        """Return (B,) int32: columns behind its frontier that each entry may still write in a pool.  (C9.2, C16.17)
+
+        Raises:
+            StaleHandle: one of the sequences has ended.
+            MisuseError: an unknown pool.
+        """
+        self._enter("covered_columns")
+        return self._ledgers.covered_columns(batch, pool)
 
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
         """Map and publish positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)

@@ -1,0 +1,160 @@
+"""The loop with lease growth: same tokens, bounded completion, no exception in a round.  (C9.2, C16.17)"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import pagedkv as pk
+from pagedkv.graphs import DecodeLoop
+from tests.toy_model import ToyModel
+
+GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
+
+
+@contextlib.contextmanager
+def opened(*, growth: bool, max_context: int = 20_480, concurrency: int = 2, window: int = 64) -> Iterator[pk.Store]:
+    """Open a store whose pool holds one whole sequence, and check it at the end."""
+    config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=max_context, max_concurrency=concurrency,
+                            kv_capacity=pk.ExplicitCapacity(max_context), kv_lease_growth=growth,
+                            lease_window_tokens=window)
+    with pk.open_store(config, device="cpu") as store:
+        yield store
+        store.check()
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Return token ids of a prompt."""
+    ids: list[int] = np.random.default_rng(seed).integers(0, 1009, tokens).tolist()
+    return ids
+
+
+def decode_all(store: pk.Store, loop: DecodeLoop, sequences: list[pk.Sequence]) -> list[list[int]]:
+    """Decode sequences to their end, the store checked after every step."""
+    texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
+    for tokens in loop.decode(sequences):
+        for sequence, new in tokens.items():
+            texts[sequence] += new
+        store.check()
+    return list(texts.values())
+
+
+def unbounded(ids: list[int], new_tokens: int) -> list[int]:
+    """Return what a store without growth says, in which the sequence is alone."""
+    with opened(growth=False) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=len(ids), output_tokens=new_tokens)
+        loop.prefill(sequence, ids)
+        return decode_all(store, loop, [sequence])[0]
+
+
+def available(store: pk.Store) -> int:
+    """Return pages that are free."""
+    return store.memory_summary()["main"]["available_pages"]
+
+
+def test_59_a_long_output_in_a_tight_pool_ends_with_length_and_the_right_tokens() -> None:
+    """59: a budget of 20,000 tokens, 7 pages: admitted with growth only; what it says is how the unbounded run begins.
+
+    Of 320 pages another sequence holds 313.  The pages cover 448 tokens, and the last sampled one is never written.
+    """
+    ids = prompt(60, 1)
+    with opened(growth=False) as store:
+        store.activate(prompt_tokens=313 * 64, output_tokens=0)
+        refusal = store.try_activate(prompt_tokens=len(ids), output_tokens=20_000)
+        assert refusal == pk.Refusal("main", 314, 7, forever=False)
+    with opened(growth=True) as store:
+        store.activate(prompt_tokens=313 * 64, output_tokens=0)
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=len(ids), output_tokens=20_000)
+        loop.prefill(sequence, ids)
+        [text] = decode_all(store, loop, [sequence])
+
+        assert loop.finish_reason(sequence) == "length"
+        assert store.committed_tokens(sequence) == 448
+        assert len(text) == 448 - 60 + 1
+        assert available(store) == 0
+        assert loop.step([sequence]) == {}
+        store.finish(sequence)
+        assert available(store) == 7
+    assert text == unbounded(ids, len(text))
+
+
+def test_60_two_lanes_extend_in_turn_and_end_apart() -> None:
+    """60: both grow until the 16 pages are used; each ends with "length", its tokens as if it were alone."""
+    prompts = [prompt(100, 1), prompt(30, 2)]
+    with opened(growth=True, max_context=1024) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        lanes = [store.activate(prompt_tokens=len(ids), output_tokens=900) for ids in prompts]
+        for lane, ids in zip(lanes, prompts, strict=True):
+            loop.prefill(lane, ids)
+        texts = decode_all(store, loop, lanes)
+
+        assert [loop.finish_reason(lane) for lane in lanes] == ["length", "length"]
+        assert sum(store.committed_tokens(lane) for lane in lanes) == 1024
+        assert [len(text) for text in texts] == [
+            store.committed_tokens(lane) - len(ids) + 1 for lane, ids in zip(lanes, prompts, strict=True)
+        ]
+    assert texts == [unbounded(ids, len(text)) for ids, text in zip(prompts, texts, strict=True)]
+
+
+def test_a_lane_that_ends_gives_the_other_what_it_needs() -> None:
+    """C9.2, C16.10: entitlement comes back with the end of a sequence, and a short row grows on it."""
+    with opened(growth=True, max_context=1024) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        blocker = store.activate(prompt_tokens=12 * 64, output_tokens=0)
+        lane = store.activate(prompt_tokens=16, output_tokens=600)
+        loop.prefill(lane, prompt(16, 3))
+        texts: list[int] = []
+        for tokens in loop.decode([lane]):
+            texts += tokens[lane]
+            if len(texts) == 200:  # 215 tokens in the cache, 4 pages: the row is short
+                batch = store.batch([lane])
+                assert store.begin_round(batch) == [lane]
+                assert store.covered_columns(batch).tolist() == [256 - 215]
+                store.finish(blocker)
+
+        assert (len(texts), loop.finish_reason(lane)) == (600, "length")
+        assert store.committed_tokens(lane) == 615
+
+
+def test_growth_changes_no_token_where_pages_suffice() -> None:
+    """C9.2: a window of 64 tokens or the whole budget: the same text, and the same pages in the end."""
+    ids = prompt(65, 4)
+    with opened(growth=True) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=len(ids), output_tokens=300)
+        assert available(store) == 320 - (3 + 2)
+        loop.prefill(sequence, ids)
+        [text] = decode_all(store, loop, [sequence])
+
+        assert available(store) == 320 - 6
+    assert text == unbounded(ids, 300)
+
+
+@pytest.mark.deferred
+def test_a_steady_step_costs_no_call_more_with_growth() -> None:
+    """C9.2, C9.4: a round is host work; a step that crosses no page is the graph launch and the wait."""
+    with opened(growth=True, max_context=1024) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=16, output_tokens=30)
+        loop.prefill(sequence, prompt(16, 1))
+        decode_all(store, loop, [sequence])
+
+        assert loop.statistics.driver_calls_per_step == 2.0
+
+
+def test_a_prompt_beyond_what_is_reserved_is_refused() -> None:
+    """C9.2: the budget would hold it, the lease does not; nothing changed, and the activated prompt runs."""
+    with opened(growth=True, max_context=1024) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=16, output_tokens=900)
+        with pytest.raises(pk.MisuseError, match="at most 256 tokens, which are reserved"):
+            loop.prefill(sequence, prompt(257, 1))
+
+        assert store.committed_tokens(sequence) == 0
+        loop.prefill(sequence, prompt(256, 1))
+        assert store.committed_tokens(sequence) == 256
