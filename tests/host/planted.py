@@ -146,7 +146,7 @@ IN_SEQUENCES = (
     Planted("finish does not return the row", Sequences, "return_row", "self._free_rows.append(row)", "pass"),
     Planted("finish does not move the stamp", Sequences, "end", "self.stamp += 1", "pass"),
     Planted(
-        "the backend's lead is forgotten", Activations, "_entitlement",
+        "the backend's lead is forgotten", Activations, "_full_entitlement",
         " + self._lead_tokens[pool]", "",
     ),
     Planted(

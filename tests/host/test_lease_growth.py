@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -445,6 +446,67 @@ def test_a_configuration_of_another_form_is_refused(options: dict[str, object]) 
         dataclasses.replace(make_config(), **options)  # type: ignore[arg-type]
 
     assert refusal.value.clause == "C9.2"
+
+
+# ---- the check -------------------------------------------------------------------------------------
+
+
+def one_short_row() -> StoreLedgers:
+    """Row 0 is at 436 of 448 tokens and was not extended: less than a launch of 16; row 1 is full, row 2 idle."""
+    ledgers = growing(max_concurrency=3, tokens=4096, columns=16)
+    sequence = activate(ledgers, 64, 4000)
+    activate(ledgers, 4096 - 7 * 64)
+    write(ledgers, sequence, 436)
+    assert begin_round(ledgers, sequence) == [sequence]
+    check_ledgers(ledgers)
+    return ledgers
+
+
+def a_short_row_is_not_marked(ledgers: StoreLedgers) -> None:
+    ledgers.growth.short[0] = False
+
+
+def an_idle_row_is_short(ledgers: StoreLedgers) -> None:
+    ledgers.growth.short[2] = True
+
+
+def a_threshold_is_a_page_late(ledgers: StoreLedgers) -> None:
+    ledgers.growth.grow_at["main"][0] += 64
+
+
+def a_full_row_is_asked(ledgers: StoreLedgers) -> None:
+    ledgers.growth.grow_at["main"][1] = 0
+
+
+def a_limit_is_beyond_the_budget(ledgers: StoreLedgers) -> None:
+    ledgers.growth.full_pages["main"][1] -= 1
+
+
+@pytest.mark.parametrize(
+    ("message", "corrupt"),
+    [("not covered", a_short_row_is_not_marked), ("idle row is short", an_idle_row_is_short),
+     ("rows grow at", a_threshold_is_a_page_late), ("rows grow at", a_full_row_is_asked),
+     ("beyond", a_limit_is_beyond_the_budget)],
+)
+def test_a_broken_law_of_growth_is_seen(message: str, corrupt: Callable[[StoreLedgers], None]) -> None:
+    """C16.17: each column that decides about cover, broken by itself."""
+    ledgers = one_short_row()
+    corrupt(ledgers)
+
+    with pytest.raises(AssertionError, match=message):
+        check_ledgers(ledgers)
+
+
+def test_a_row_whose_round_is_to_come_breaks_no_law() -> None:
+    """C16.17: the law is of round boundaries; a chunk of 100 columns within the lease needs none before."""
+    ledgers = growing()
+    sequence = activate(ledgers, 64, 4000)
+    write(ledgers, sequence, 348)
+    write(ledgers, sequence, 100)
+
+    check_ledgers(ledgers)
+    assert begin_round(ledgers, sequence) == []
+    check_ledgers(ledgers)
 
 
 # ---- at random -------------------------------------------------------------------------------------

@@ -1,0 +1,317 @@
+"""Speculation on a device: which bytes a consumer reads after verify, reject, trim and truncate.  (C9.6, C9.10, C13)
+
+Every row that is written says who wrote it: its pool, its position and the number of its launch.  A consumer reads
+through the table; what it finds below the frontier must be what was accepted last.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pagedkv as pk
+from pagedkv.graphs import DecodeLoop
+from pagedkv.graphs.key import key_for
+from tests.placement import shuffle_placement
+from tests.toy_model import ToyModel
+
+GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=16)
+DRAFT = pk.DraftFullBackend(pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=64))
+BACKENDS = [pk.MTPBackend(5), DRAFT]
+Tags = npt.NDArray[np.int64]
+
+
+@contextmanager
+def opened(
+    backend: pk.MTPBackend | pk.DraftFullBackend | None, *, max_context: int = 320, geometry: pk.KVGeometry = GEOMETRY
+) -> Iterator[pk.Store]:
+    """Open a store of two rows and scattered pages in sanitizer mode: a page that nobody wrote is NaN."""
+    config = pk.StoreConfig(geometry, profile="bf16", max_context=max_context, max_concurrency=2, backend=backend,
+                            kv_capacity=pk.ExplicitCapacity(2 * -(-max_context // 64) * 64), sanitizer=True)
+    with pk.open_store(config, device="cpu") as store:
+        shuffle_placement(store, seed=3)
+        yield store
+        store.check()
+
+
+def append_tags(store: pk.Store, pool: str, row: int, first: int, width: int, live: int, launch: int) -> None:
+    """Append `live` of `width` columns in every layer of a pool, each tagged with its position and the launch."""
+    device, stream = store.device, store.stream
+    tags = np.zeros((1, width, 1, 4), np.uint16)
+    tags[0, :, 0, 0] = first + np.arange(width)
+    tags[0, :, 0, 1] = launch
+    for view in store.views[pool]:
+        repeat = view.head_dim // 4
+        rows = np.tile(np.repeat(tags, view.kv_heads, axis=2), (1, 1, 1, repeat))
+        k, v = device.empty(rows.shape, np.uint16), device.empty(rows.shape, np.uint16)
+        selectors = device.empty((3, 1), np.int32)
+        device.copy(k, rows, stream)
+        device.copy(v, rows, stream)
+        device.copy(selectors, np.array([[first], [row], [live]], np.int32), stream)
+        stream.synchronize()
+        store.ops.append(view, k, v, selectors[0], selectors[1], valid_columns=selectors[2], stream=stream)
+
+
+def read_tags(store: pk.Store, pool: str, row: int, tokens: int) -> Tags:
+    """Return (tokens, 2): position and launch of what a consumer finds below a frontier; every copy must agree."""
+    store.stream.synchronize()
+    found = []
+    for view in store.views[pool]:
+        for plane in (view.k_pages, view.v_pages):
+            by_page = plane if view.order == "page-major" else np.moveaxis(plane, 1, 0)
+            rows = np.zeros((tokens, view.kv_heads, view.head_dim), np.int64)
+            for position in range(tokens):
+                page_id = int(store.block_tables[pool][row, position >> 6])
+                rows[position] = by_page[page_id, :, position & 63]
+            found.append(rows.reshape(tokens, view.kv_heads * view.head_dim // 4, 4))
+    tags: Tags = found[0][:, 0, :2]
+    for rows in found:
+        assert (rows[..., :2] == tags[:, None]).all(), "heads, planes or layers of a position disagree"
+    return tags
+
+
+class Tagged:
+    """A sequence whose every row is tagged, and what a consumer must find of it."""
+
+    def __init__(self, store: pk.Store, prompt_tokens: int, output_tokens: int) -> None:
+        self.store = store
+        self.sequence = store.activate(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        self.expected: dict[str, list[tuple[int, int]]] = {pool: [] for pool in store.views}
+        self.launches = 0
+
+    def unit(self, columns: dict[str, int], accepted: dict[str, int]) -> None:
+        """Write columns in every named pool, accept some, and remember those."""
+        batch = self.store.batch([self.sequence])
+        unit = self.store.begin_unit(batch, columns)
+        self.launches += 1
+        for pool, count in columns.items():
+            first = int(unit.first_positions[pool][0])
+            append_tags(self.store, pool, self.sequence.row, first, max(count, 1), count, self.launches)
+            kept = range(first, first + accepted[pool])
+            self.expected[pool] += [(position, self.launches) for position in kept]
+        self.store.wait(unit)
+        self.store.commit(unit, accepted)
+
+    def trim(self, pool: str, provisional: int = 0) -> int:
+        """Trim one pool."""
+        return self.store.trim(self.store.batch([self.sequence]), pool, provisional)
+
+    def truncate(self, pool: str, tokens: int) -> None:
+        """Set a frontier back."""
+        self.store.truncate(self.sequence, tokens, pool)
+        del self.expected[pool][tokens:]
+
+    def compare(self) -> None:
+        """Read every pool through its table and compare."""
+        for pool, expected in self.expected.items():
+            assert self.store.committed_tokens(self.sequence, pool) == len(expected)
+            found = read_tags(self.store, pool, self.sequence.row, len(expected))
+            assert found.tolist() == [list(tag) for tag in expected], f"pool {pool}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=["mtp", "draft"])
+def test_s86_no_trim_or_truncate_moves_a_counter_without_the_bytes(
+    backend: pk.MTPBackend | pk.DraftFullBackend, seed: int
+) -> None:
+    """S86: 60 random rounds of two rows; after each step of each pool a consumer reads what was accepted last."""
+    rng = random.Random(seed)
+    with opened(backend) as store:
+        rows = [Tagged(store, 200, 100), Tagged(store, 150, 150)]
+        for _ in range(60):
+            row = rng.choice(rows)
+            columns = {pool: min(rng.choice((1, 6, 40)), 300 - len(tags)) for pool, tags in row.expected.items()}
+            row.unit(columns, {pool: rng.randint(0, count) for pool, count in columns.items()})
+            pool = rng.choice(list(row.expected))
+            if rng.random() < 0.6:
+                row.trim(pool, rng.choice((0, 0, 10)))
+            else:
+                row.truncate(pool, rng.randint(len(row.expected[pool]) // 2, len(row.expected[pool])))
+            for each in rows:
+                each.compare()
+
+
+def test_s86_rejected_bytes_stay_and_the_next_write_covers_them() -> None:
+    """C13.2: positions 60..65 are drafted and 60 accepted; the rejected rows lie in the page until 61.. are written."""
+    with opened(pk.MTPBackend(5)) as store:
+        row = Tagged(store, 100, 50)
+        row.unit({"main": 60, "mtp": 60}, {"main": 60, "mtp": 60})
+        row.unit({"main": 6, "mtp": 5}, {"main": 1, "mtp": 1})
+        assert (row.trim("main"), row.trim("mtp")) == (1, 1)
+        row.compare()
+        stale = read_tags(store, "main", row.sequence.row, 64)[61:]
+        assert stale.tolist() == [[position, 2] for position in (61, 62, 63)]
+
+        row.unit({"main": 6, "mtp": 6}, {"main": 4, "mtp": 0})
+        row.compare()
+        assert row.expected["main"][60:] == [(60, 2), (61, 3), (62, 3), (63, 3), (64, 3)]
+
+
+def test_s85_a_hand_over_rewrites_what_the_draft_left_behind() -> None:
+    """S85: the draft leads by 4 unverified rows; after truncate and a fork the new owner's rows take their place."""
+    with opened(pk.MTPBackend(5)) as store:
+        row = Tagged(store, 100, 50)
+        row.unit({"main": 70, "mtp": 70}, {"main": 70, "mtp": 70})
+        row.unit({"mtp": 4}, {"mtp": 4})
+        with pytest.raises(pk.MisuseError, match="truncate it first"):
+            store.finish(row.sequence, retain=True, state=1)
+        with pytest.raises(pk.MisuseError, match="truncate it first"):
+            store.snapshot(row.sequence)
+        row.truncate("mtp", 70)
+        kept = store.finish(row.sequence, retain=True, state="complete")
+        assert kept is not None
+        assert store.committed_tokens(kept, "mtp") <= store.committed_tokens(kept)
+
+        row.sequence = store.activate(source=kept, prompt_tokens=20, output_tokens=10)
+        row.compare()
+        row.unit({"main": 5, "mtp": 5}, {"main": 5, "mtp": 5})
+        row.compare()
+        store.finish(row.sequence)
+        row.sequence = store.activate(source=kept, prompt_tokens=20, output_tokens=10, keep_source=False)
+        for tags in row.expected.values():
+            del tags[70:]
+        row.compare()
+
+
+@pytest.mark.parametrize("draft_window", [1, 4, 5])
+def test_s79_the_context_is_filled_to_the_last_position(draft_window: int) -> None:
+    """S79: S = 128, K + 1 columns from 124 on: the one at 128 is inert, and no other byte of any pool changes."""
+    with opened(pk.MTPBackend(draft_window), max_context=128) as store:
+        row, neighbour = Tagged(store, 100, 28), Tagged(store, 64, 64)
+        neighbour.unit({"main": 100, "mtp": 100}, {"main": 100, "mtp": 100})
+        row.unit({"main": 124, "mtp": 124}, {"main": 124, "mtp": 124})
+        batch = store.batch([row.sequence])
+        width = max(draft_window + 1, 5)
+        for pool in ("main", "mtp"):
+            with pytest.raises(pk.MisuseError, match="position 128"):
+                store.begin_unit(batch, {pool: 5})
+        unit = store.begin_unit(batch, {"main": 4, "mtp": 4})
+        before = {pool: store.views[pool][0].k_pages.copy() for pool in store.views}
+        tables = {pool: store.block_tables[pool].copy() for pool in store.views}
+        for pool in store.views:
+            append_tags(store, pool, row.sequence.row, 124, width, 4, 9)
+        store.wait(unit)
+        store.commit(unit)
+
+        for pool, tags in row.expected.items():
+            tags += [(position, 9) for position in range(124, 128)]
+            assert store.block_tables[pool].shape == (2, 2)
+            assert np.array_equal(store.block_tables[pool], tables[pool])
+            changed = np.argwhere(store.views[pool][0].k_pages != before[pool])
+            page_id = store.page_ids(row.sequence, pool)[1]
+            assert {(int(page), int(offset)) for page, _, offset, _ in changed} == {
+                (page_id, offset) for offset in range(60, 64)
+            }
+        row.compare()
+        neighbour.compare()
+        assert store.memory_summary()["mtp"]["capacity_pages"] == 4 + 2 * (draft_window > 1)
+
+
+def test_a_terminal_round_hands_its_bytes_to_the_continuation() -> None:
+    """C13.3: accepted rows of the last verify are in what is retained, rejected pages are available at once."""
+    with opened(pk.MTPBackend(5)) as store:
+        whole = {pool: numbers["available_pages"] for pool, numbers in store.memory_summary().items()}
+        row = Tagged(store, 100, 100)
+        row.unit({"main": 126, "mtp": 126}, {"main": 126, "mtp": 126})
+        unit = store.begin_unit(store.batch([row.sequence]), {"main": 6, "mtp": 5})
+        for keeps in (False, True):
+            with pytest.raises(pk.UnitInFlight):
+                store.finish(row.sequence, retain=keeps, state=1 if keeps else None)
+        with pytest.raises(pk.UnitInFlight):
+            row.trim("mtp")
+        for pool, count in (("main", 6), ("mtp", 5)):
+            append_tags(store, pool, row.sequence.row, 126, count, count, 2)
+        store.wait(unit)
+        store.commit(unit, {"main": 2, "mtp": 1})
+        kept = store.finish(row.sequence, retain=True, state="complete")
+        assert kept is not None
+
+        assert {pool: whole[pool] - numbers["available_pages"] for pool, numbers in store.memory_summary().items()} == {
+            "main": 2, "mtp": 2,
+        }  # fmt: skip
+        row.sequence = store.activate(source=kept, prompt_tokens=0, output_tokens=10, keep_source=False)
+        row.expected["main"] += [(126, 2), (127, 2)]
+        row.expected["mtp"] += [(126, 2)]
+        row.compare()
+
+
+# ---- tokens ----------------------------------------------------------------------------------------
+
+
+def verify(store: pk.Store, loop: DecodeLoop, sequence: pk.Sequence, tokens: list[int]) -> list[int]:
+    """Run one verify unit in the decode route; return the token sampled after each column, nothing committed."""
+    width = len(tokens)
+    key = key_for(store.config, unit="verify", route="decode", batch=1, width=width)
+    captured = loop.graphs.unit(key)
+    batch = store.batch([sequence])
+    unit = store.begin_unit(batch, width, name="verify")
+    captured.unit.control.write(batch.rows, unit.first_positions["main"], unit.columns["main"],
+                                np.array([tokens], np.int32))
+    captured.run()
+    store.wait(unit)
+    sampled: list[int] = captured.unit.control.read_next_tokens(1)[0].tolist()
+    agreed = next((index for index, token in enumerate(tokens[1:]) if token != sampled[index]), width - 1)
+    store.commit(unit, 1 + agreed)
+    store.trim(batch)
+    return sampled[: 1 + agreed]
+
+
+def plain(prompt: list[int], new_tokens: int) -> list[int]:
+    """Return what a fresh run says, one token a step."""
+    with opened(pk.MTPBackend(5), geometry=TOY) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=len(prompt), output_tokens=new_tokens)
+        loop.prefill(sequence, prompt)
+        return [token for tokens in loop.decode([sequence]) for token in tokens[sequence]]
+
+
+TOY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize("drafts", [lambda text: text, lambda text: [text[0], 0, 0, 0, 0], lambda text: [0] * 5],
+                         ids=["all right", "one right", "all wrong"])
+def test_94_a_stop_at_a_page_boundary_continues_like_a_fresh_run(drafts: Callable[[list[int]], list[int]]) -> None:
+    """94: prompt 63, verify of six columns, stopped at 64; the second request goes on token for token.  (C14.6)"""
+    prompt = [(37 * i) % 1009 for i in range(63)]
+    reference = plain(prompt, 40)
+    with opened(pk.MTPBackend(5), geometry=TOY) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        first = store.activate(prompt_tokens=63, output_tokens=40)
+        loop.prefill(first, prompt)
+        start = loop.last_token(first)
+        assert start == reference[0]
+        said = verify(store, loop, first, [start, *drafts(reference[1:6])])
+        assert said == reference[1 : 1 + len(said)]
+        store.truncate(first, 64)
+        assert len(store.page_ids(first)) == 1
+        kept = store.finish(first, retain=True, state=reference[1])
+        assert kept is not None
+
+        second = store.activate(source=kept, prompt_tokens=0, output_tokens=39)
+        assert store.page_ids(second) == store.page_ids(kept)
+        loop.resume(second, reference[1])
+        text = [token for tokens in loop.decode([second]) for token in tokens[second]]
+    assert text == reference[2:]
+
+
+def test_speculated_equals_plain(seed: int) -> None:
+    """C13, C14.6: drafts that are right, wrong and partly right; the text is the plain run's, across three pages."""
+    rng = random.Random(seed)
+    prompt = [(41 * i) % 1009 for i in range(50)]
+    reference = plain(prompt, 150)
+    with opened(pk.MTPBackend(5), geometry=TOY) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=50, output_tokens=150)
+        loop.prefill(sequence, prompt)
+        said = [loop.last_token(sequence)]
+        while len(said) < 150:
+            columns = min(6, 150 - len(said))
+            draft = [token if rng.random() < 0.7 else 0 for token in reference[len(said) : len(said) + columns - 1]]
+            said += verify(store, loop, sequence, [said[-1], *draft])
+            assert store.committed_tokens(sequence) == 50 + len(said) - 1
+
+    assert said == reference
