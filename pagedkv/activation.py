@@ -23,6 +23,7 @@ Read next: `snapshot.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -160,6 +161,9 @@ class PreparedActivation:
         target, plan: what was asked and explained.
         copies: to be executed before `tables`.
         tables: per pool, page group ids of the whole membership, for row `plan.row` from block 0 on.
+        tails: per pool, the descriptor that a copied tail will have.
+        claimed: per pool, pages that left available.
+        undo: gives every claim back, the last first.
         is_open: written by `Activations` alone.
     """
 
@@ -169,6 +173,7 @@ class PreparedActivation:
     tables: dict[str, Ids]
     tails: dict[str, Ids]
     claimed: dict[str, int]
+    undo: ExitStack
     is_open: bool = True
 
 
@@ -220,37 +225,49 @@ class Activations:
         """Claim what the target takes in every pool, or change nothing.  (C10.2, C10.3)
 
         Raises:
-            As `explain`; MisuseError too when another activation from a source that is to be moved is prepared.
+            As `explain`; MisuseError too when another activation from a source that is to be moved is prepared, or a
+            transfer uses one of its pages.  Whatever is raised: no claim is left.
         """
         plan = self.explain(target)
         if isinstance(plan, Refusal):
             return plan
-        if target.source is not None:
-            number = target.source.number
-            if not target.keep_source:
-                self.continuations.require_idle(target.source, "Move")
-                for name in self.spaces:
-                    self.continuations.retained[name].require_releasable(number, "Move")
-            self.continuations.states[number].claims += 1
+        if target.source is not None and not target.keep_source:
+            for retained in self.continuations.retained.values():
+                retained.require_releasable(target.source.number, "Move")
         copies: list[TailCopy] = []
-        prepared = PreparedActivation(target, plan, (), {}, {}, {})
-        for part in plan.pools:
-            spaces = self.spaces[part.pool]
-            prepared.claimed[part.pool] = claim = min(part.claimed_pages, spaces.pool.available)
-            granted = spaces.pool.try_reserve(claim)
-            assert granted, f"pool {part.pool} changed between plan and reservation"
+        with ExitStack() as undo:
+            prepared = PreparedActivation(target, plan, (), {}, {}, {}, undo)
             if target.source is not None:
-                self._claim_pages(prepared, part, copies)
-        prepared.copies = tuple(copies)
-        leased = self.sequences.lease_row()
-        assert leased == plan.row, f"row {leased} was leased, {plan.row} was planned"
+                self.continuations.claim(target.source, is_move=not target.keep_source)
+                undo.callback(self.continuations.unclaim, target.source)
+            for part in plan.pools:
+                pool = self.spaces[part.pool].pool
+                prepared.claimed[part.pool] = claim = min(part.claimed_pages, pool.available)
+                granted = pool.try_reserve(claim)
+                assert granted, f"pool {part.pool} changed between plan and reservation"
+                undo.callback(pool.shrink, claim)
+                if target.source is not None:
+                    self._claim_pages(prepared, part, copies)
+            prepared.copies = tuple(copies)
+            leased = self.sequences.lease_row()
+            undo.callback(self.sequences.return_row, leased)
+            assert leased == plan.row, f"row {leased} was leased, {plan.row} was planned"
+            prepared.undo = undo.pop_all()
         return prepared
 
     def commit(self, prepared: PreparedActivation) -> Sequence:
-        """Publish the sequence: its copies and tables are on the stream.  (C10.3)"""
+        """Publish the sequence: its copies and tables are on the stream.  (C10.3)
+
+        Raises:
+            MisuseError: it has ended, or a transfer began to use a page of a source that is moved; nothing changed.
+        """
         self._require_open(prepared, "commit")
-        prepared.is_open = False
         target, row = prepared.target, prepared.plan.row
+        if target.source is not None and not target.keep_source:
+            for retained in self.continuations.retained.values():
+                retained.require_untransferred(target.source.number, "Move")
+        prepared.is_open = False
+        prepared.undo.pop_all()
         for part in prepared.plan.pools:
             spaces = self.spaces[part.pool]
             members, copied = _NONE, prepared.tails.get(part.pool, _NONE)
@@ -268,7 +285,7 @@ class Activations:
             else:
                 spaces.open(row, entitlement_pages=part.entitlement_pages)
         if target.source is not None:
-            self.continuations.states[target.source.number].claims -= 1
+            self.continuations.unclaim(target.source)
             if not target.keep_source:
                 del self.continuations.states[target.source.number]
         base = prepared.plan.pools[0].frontier
@@ -279,21 +296,7 @@ class Activations:
         """Give every claim back: counters, references, pins, rows and the source are as before.  (C10.2)"""
         self._require_open(prepared, "abort")
         prepared.is_open = False
-        source = prepared.target.source
-        for part in prepared.plan.pools:
-            spaces = self.spaces[part.pool]
-            claim = prepared.claimed[part.pool]
-            tail = prepared.tails.get(part.pool)
-            if tail is not None and source is not None:
-                page_ids = spaces.pages.device[tail]
-                spaces.pages.abort_copy(tail)
-                spaces.pool.release(page_ids, leased=0)
-                spaces.pages.unpin(self._source_tail(source.number, part))
-                claim -= 1
-            spaces.pool.shrink(claim)
-        if source is not None:
-            self.continuations.states[source.number].claims -= 1
-        self.sequences.return_row(prepared.plan.row)
+        prepared.undo.close()
 
     # ---- helpers ----------------------------------------------------------------------------------
 
@@ -312,8 +315,9 @@ class Activations:
         if not isinstance(wanted, Mapping) or wanted.keys() != committed.keys():
             raise MisuseError(f"frontier {given!r} of {target.source}", expected=f"one for each of {list(committed)}",
                               got=repr(given), remedy="name every pool: none is derived from another", clause="C9.9")
-        for name, tokens in wanted.items():
-            low, high = (1, committed["main"]) if name == "main" else (0, min(committed[name], wanted["main"]))
+        for name, own in committed.items():  # Main first: the others are compared with it
+            tokens = wanted[name]
+            low, high = (1, own) if name == "main" else (0, min(own, wanted["main"]))
             if type(tokens) is not int or not low <= tokens <= high:
                 raise MisuseError(f"frontier {tokens!r} of {target.source} in pool {name}",
                                   expected=f"{low} to {high} tokens", got=repr(tokens),
@@ -353,9 +357,12 @@ class Activations:
         if part.copied_columns:
             tail_source = self._source_tail(source.number, part)
             destination = spaces.pool.bind(1, int(page_ids[-1]) if kept.size else -1)
-            prepared.tails[part.pool] = pages.describe_copy(destination, block=part.kept_pages,
-                                                            columns=part.copied_columns)
+            prepared.undo.callback(spaces.pool.unbind, destination)
+            prepared.tails[part.pool] = tail = pages.describe_copy(destination, block=part.kept_pages,
+                                                                   columns=part.copied_columns)
+            prepared.undo.callback(pages.abort_copy, tail)
             pages.pin(tail_source)
+            prepared.undo.callback(pages.unpin, tail_source)
             copies.append(TailCopy(part.pool, int(pages.device[tail_source[0]]), int(destination[0]),
                                    part.copied_columns))
             page_ids = np.concatenate((page_ids, destination))

@@ -257,6 +257,7 @@ class AddressSpaces:
                               got=tokens, remedy="truncate only lowers a committed frontier", clause="C9.10")
         first_cut = tokens >> PAGE_SHIFT
         self.pool.require_unpinned(self.mapped_ids(row)[first_cut:], "truncate")
+        self.pages.require_unpinned("truncate", self.members[row, first_cut : self.membership_pages(row)])
         immutable = self.members[row, first_cut : int(self.shared_end[row]) >> PAGE_SHIFT]
         self.pages.require_private(immutable, f"truncate of row {row} of pool {self.pool.name}")
         self.pages.thaw(immutable, row)

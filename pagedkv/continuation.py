@@ -40,10 +40,12 @@ class RetainedState:
     Attributes:
         state: the caller's handle, or None where it is not complete (C2.2).
         claims: activations from it that are prepared and not ended.
+        is_moving: the one that is prepared will turn it into a sequence.
     """
 
     state: object
     claims: int = 0
+    is_moving: bool = False
 
 
 class Continuations:
@@ -105,6 +107,27 @@ class Continuations:
                               got="one that was released or moved, or of another store",
                               remedy="recompute the prefix, or keep the source with keep_source=True", clause="C9.8")
         return continuation.number
+
+    def claim(self, continuation: Continuation, *, is_move: bool) -> None:
+        """Count an activation that is being prepared from a continuation; a Move is the only one.  (C10.2, C10.4)
+
+        Raises:
+            MisuseError: a Move beside another activation, or any beside a Move.
+        """
+        number = self.require_idle(continuation, "Move") if is_move else self.require_current(continuation)
+        state = self.states[number]
+        if state.is_moving:
+            raise MisuseError(f"an activation from {continuation}", expected="a source that stays",
+                              got="one that a prepared activation moves", remedy="commit or abort that one first",
+                              clause="C10.4")
+        state.claims += 1
+        state.is_moving = is_move
+
+    def unclaim(self, continuation: Continuation) -> None:
+        """End one `claim`."""
+        state = self.states[continuation.number]
+        state.claims -= 1
+        state.is_moving = False
 
     def require_idle(self, continuation: Continuation, operation: str) -> int:
         """Return the number of a continuation from which no activation is being prepared.  (C10.2)"""

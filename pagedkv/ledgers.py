@@ -157,7 +157,14 @@ class StoreLedgers:
         return self.snapshots.prepare(sequence, state)
 
     def commit_snapshot(self, prepared: PreparedSnapshot) -> Continuation:
-        """Publish the checkpoint of a prepared snapshot.  (C10.6)"""
+        """Publish the checkpoint of a prepared snapshot.  (C10.6)
+
+        Raises:
+            MisuseError: it has ended, or the sequence went on since; StaleHandle, UnitInFlight: the sequence has ended,
+                or is in flight.  Nothing changed.
+        """
+        self.snapshots.require_open(prepared, "commit")
+        self._require_boundary(prepared.sequence, "snapshot")
         return self.snapshots.commit(prepared)
 
     def abort_snapshot(self, prepared: PreparedSnapshot) -> None:

@@ -173,7 +173,7 @@ class LogicalPages:
             The page group ids of the Device replicas that went with them, in the order given.
 
         Raises:
-            MisuseError: every reference is active, or the page is pinned.
+            MisuseError: every reference is active, or the last one of a pinned page would go.
         """
         self.require_releasable(logical)
         self.references[logical] -= 1
@@ -328,9 +328,13 @@ class LogicalPages:
         self._require(what, logical, is_filled, "a page that a copy fills", "C7.4")
 
     def require_unpinned(self, what: str, logical: Ids) -> None:
-        """Refuse pages that a transaction reads or fills.  (C7.4)"""
+        """Refuse pages that a transaction reads or fills, unless another space holds them meanwhile.  (C7.4)
+
+        Of a shared page one reference may go: whoever pinned it claims a space that holds it.
+        """
         if self.pins_total:
-            self._require(what, logical, self.pins[logical] == 0, "a page that no copy uses", "C7.4")
+            is_kept = (self.pins[logical] == 0) | (self.references[logical] > 1)
+            self._require(what, logical, is_kept, "a page that no copy uses", "C7.4")
 
     def _require(self, what: str, logical: Ids, holds: Mask, expected: str, clause: str) -> None:
         """Refuse an operation unless the condition holds for every page; names the first that fails."""

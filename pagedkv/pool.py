@@ -4,7 +4,7 @@ Life of a page group id:
 
     free --try_reserve--> promised --bind--> bound --materialize--> leased
       ^                      |                 ^                       |
-      |<------shrink---------+                 +-----dematerialize-----+
+      |<------shrink---------+<----unbind------+-----dematerialize-----+
       |<-------------------release (of leases and of bound ids)--------+
 
     capacity = allocated + reserved + available                        always (C6.2)
@@ -103,6 +103,11 @@ class PagePool:
         self.bound += pages
         self.renew(ids)
         return ids
+
+    def unbind(self, ids: Ids) -> None:
+        """Undo one `bind`: the ids are free, and as many pages stay promised.  (C6.5, C10.2)"""
+        self.release(ids, leased=0)
+        self.reserved += ids.size
 
     def materialize(self, pages: int) -> None:
         """Turn bound ids into leases: reserved to allocated, available unchanged.  (C6.2)"""

@@ -56,10 +56,13 @@ class RetainedSpaces:
 
     def require_releasable(self, number: int, what: str) -> None:
         """Refuse to let go of a space while a copy uses one of its pages.  (C7.4)"""
-        space = self.spaces[number]
-        self.pages.require_releasable(space.members)
+        self.pages.require_releasable(self.spaces[number].members)
+        self.require_untransferred(number, what)
+
+    def require_untransferred(self, number: int, what: str) -> None:
+        """Refuse to let go of a space while a transfer uses one of its page groups.  (C7.4)"""
         if self.pool.pins_total:
-            self.pool.require_unpinned(self.pages.device[space.members], what)
+            self.pool.require_unpinned(self.pages.device[self.spaces[number].members], what)
 
     def release(self, number: int) -> Ids:
         """Give up every membership; a page goes back to available with its last reference.  (C9.8)

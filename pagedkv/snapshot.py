@@ -13,6 +13,7 @@ Read next: `ledgers.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,14 +34,18 @@ class PreparedSnapshot:
     Attributes:
         sequence, state: what is checkpointed, and the caller's handle.
         copies: to be executed before the commit.
+        frontiers: per pool, the committed frontier that is checkpointed.
         tails: per pool, the descriptor that the checkpoint's copied tail will have.
+        undo: gives every claim back, the last first.
         is_open: written by `Snapshots` alone.
     """
 
     sequence: Sequence
     state: object
     copies: tuple[TailCopy, ...]
+    frontiers: dict[str, int]
     tails: dict[str, Ids]
+    undo: ExitStack
     is_open: bool = True
 
 
@@ -67,30 +72,48 @@ class Snapshots:
         return None
 
     def prepare(self, sequence: Sequence, state: object) -> PreparedSnapshot | Refusal:
-        """Claim the pages of copied tails, in every pool or in none."""
+        """Claim the pages of copied tails, in every pool or in none; whatever is raised, no claim is left."""
         refusal = self.explain(sequence)
         if refusal is not None:
             return refusal
         copies: list[TailCopy] = []
-        tails: dict[str, Ids] = {}
-        for name, spaces in self.spaces.items():
-            frontier = int(spaces.frontier[sequence.row])
-            block, columns = frontier >> PAGE_SHIFT, frontier & PAGE_MASK
-            if not columns:
-                continue
-            granted = spaces.pool.try_reserve(1)
-            assert granted, f"pool {name} changed between check and grant"
-            source = spaces.members[sequence.row, block : block + 1]
-            destination = spaces.pool.bind(1)
-            tails[name] = spaces.pages.describe_copy(destination, block=block, columns=columns)
-            spaces.pages.pin(source)
-            copies.append(TailCopy(name, int(spaces.pages.device[source[0]]), int(destination[0]), columns))
-        return PreparedSnapshot(sequence, state, tuple(copies), tails)
+        with ExitStack() as undo:
+            prepared = PreparedSnapshot(sequence, state, (), {}, {}, undo)
+            for name, spaces in self.spaces.items():
+                prepared.frontiers[name] = frontier = int(spaces.frontier[sequence.row])
+                block, columns = frontier >> PAGE_SHIFT, frontier & PAGE_MASK
+                if not columns:
+                    continue
+                granted = spaces.pool.try_reserve(1)
+                assert granted, f"pool {name} changed between check and grant"
+                undo.callback(spaces.pool.shrink, 1)
+                destination = spaces.pool.bind(1)
+                undo.callback(spaces.pool.unbind, destination)
+                prepared.tails[name] = tail = spaces.pages.describe_copy(destination, block=block, columns=columns)
+                undo.callback(spaces.pages.abort_copy, tail)
+                source = self._source_tail(spaces, sequence.row)
+                spaces.pages.pin(source)
+                undo.callback(spaces.pages.unpin, source)
+                copies.append(TailCopy(name, int(spaces.pages.device[source[0]]), int(destination[0]), columns))
+            prepared.copies = tuple(copies)
+            prepared.undo = undo.pop_all()
+        return prepared
 
     def commit(self, prepared: PreparedSnapshot) -> Continuation:
-        """Freeze and share full pages, and publish the checkpoint: its tails are copied on the stream."""
-        self._end(prepared, "commit")
+        """Freeze and share full pages, and publish the checkpoint: its tails are copied on the stream.
+
+        Raises:
+            MisuseError: it has ended, or the sequence went on since `prepare`; nothing changed.
+        """
+        self.require_open(prepared, "commit")
         row = prepared.sequence.row
+        for name, spaces in self.spaces.items():
+            if int(spaces.frontier[row]) != prepared.frontiers[name]:
+                raise MisuseError(f"commit of a snapshot of {prepared.sequence}",
+                                  expected=f"frontier {prepared.frontiers[name]} in pool {name}, as it was prepared",
+                                  got=int(spaces.frontier[row]), remedy="abort it and take another", clause="C10.6")
+        prepared.is_open = False
+        prepared.undo.pop_all()
         kept: dict[str, tuple[Ids, int]] = {}
         for name, spaces in self.spaces.items():
             members = spaces.freeze(row)
@@ -106,20 +129,16 @@ class Snapshots:
 
     def abort(self, prepared: PreparedSnapshot) -> None:
         """Give the claims back; the sequence is as it was."""
-        self._end(prepared, "abort")
-        for name, tail in prepared.tails.items():
-            spaces = self.spaces[name]
-            page_ids = spaces.pages.device[tail]
-            spaces.pages.unpin(self._source_tail(spaces, prepared.sequence.row))
-            spaces.pages.abort_copy(tail)
-            spaces.pool.release(page_ids, leased=0)
+        self.require_open(prepared, "abort")
+        prepared.is_open = False
+        prepared.undo.close()
 
-    def _source_tail(self, spaces: AddressSpaces, row: int) -> Ids:
-        block = int(spaces.frontier[row]) >> PAGE_SHIFT
-        return spaces.members[row, block : block + 1]
-
-    def _end(self, prepared: PreparedSnapshot, operation: str) -> None:
+    def require_open(self, prepared: PreparedSnapshot, operation: str) -> None:
+        """Refuse a snapshot that was committed or aborted.  (C10.6)"""
         if not isinstance(prepared, PreparedSnapshot) or not prepared.is_open:
             raise MisuseError(f"{operation} of a snapshot", expected="one that is prepared", got="one that has ended",
                               remedy="commit or abort each once", clause="C10.6")
-        prepared.is_open = False
+
+    def _source_tail(self, spaces: AddressSpaces, row: int) -> Ids:
+        block = int(spaces.frontier[row]) >> PAGE_SHIFT
+        return spaces.members[row, block : block + 1].copy()
