@@ -11,7 +11,7 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
-from tests.host.builders import assert_unchanged, differences, snapshot
+from tests.host.builders import assert_unchanged, differences, observables, snapshot
 from tests.placement import shuffle_placement
 from tests.test_sanitizer import write
 from tests.toy_model import ToyModel
@@ -233,24 +233,6 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: i
     monkeypatch.setattr(owner, name, call)
 
 
-def observable(store: pk.Store) -> object:
-    """Return the ledgers' state but for what only ever grows or lies behind a count."""
-    taken = snapshot(store._ledgers)
-
-    def strip(value: object) -> object:
-        if isinstance(value, dict):
-            hidden = {"_serial_next", "_stamp_next", "_starts", "_ends", "content"}
-            return {name: strip(item) for name, item in value.items() if name not in hidden}
-        return [strip(item) for item in value] if isinstance(value, list) else value
-
-    live = [
-        [spaces.pool.free_runs.runs(), spaces.pages.free_runs.runs(),
-         spaces.pages.content[spaces.pages.serial > 0].tolist()]
-        for spaces in store._ledgers.spaces.values()
-    ]
-    return [strip(taken), live]
-
-
 @pytest.mark.parametrize("keep_source", [True, False])
 @pytest.mark.parametrize(("owner", "name", "number"), [
     ("ops", "copy_columns", 1), ("ops", "copy_columns", 2), ("device", "copy", 1), ("device", "copy", 2),
@@ -267,7 +249,7 @@ def test_a_failure_on_the_device_leaves_no_trace_of_the_activation(
         assert saved is not None
         other = store.activate(source=saved, prompt_tokens=1, output_tokens=1)
         bytes_before = [rows_of(store, saved, pool) for pool in ("main", "draft")]
-        before, ids_before = observable(store), (store.page_ids(saved), store.page_ids(other))
+        before, ids_before = observables(store._ledgers), (store.page_ids(saved), store.page_ids(other))
         frontier = {"main": 100, "draft": 70}
         with monkeypatch.context() as patch:
             fail_at(patch, getattr(store, owner), name, number)
@@ -275,7 +257,7 @@ def test_a_failure_on_the_device_leaves_no_trace_of_the_activation(
                 store.activate(source=saved, frontier=frontier, keep_source=keep_source, prompt_tokens=9,
                                output_tokens=9)
 
-        assert differences(before, observable(store)) == []
+        assert differences(before, observables(store._ledgers)) == []
         assert ids_before == (store.page_ids(saved), store.page_ids(other))
         store.check()
         assert bytes_before == [rows_of(store, saved, pool) for pool in ("main", "draft")]
@@ -291,13 +273,13 @@ def test_a_failed_copy_leaves_no_trace_of_the_snapshot(monkeypatch: pytest.Monke
         sequence = store.activate(prompt_tokens=160, output_tokens=20)
         advance(store, sequence, 150)
         advance(store, sequence, 140, "draft")
-        before = observable(store)
+        before = observables(store._ledgers)
         with monkeypatch.context() as patch:
             fail_at(patch, store.ops, "copy_columns", 1 if number == 1 else 2)
             with pytest.raises(Injected):
                 store.snapshot(sequence)
 
-        assert differences(before, observable(store)) == []
+        assert differences(before, observables(store._ledgers)) == []
         store.check()
         assert 150 == store.committed_tokens(store.snapshot(sequence))
 
@@ -306,7 +288,7 @@ def test_a_device_fault_in_a_copy_latches_the_store_and_gives_the_claims_back(mo
     """C10.2, C12.4: the ledgers are as before, and nothing but the evidence answers."""
     with opened(sanitizer=False) as store:
         saved = retained(store, 150)
-        before = observable(store)
+        before = observables(store._ledgers)
 
         def crash(*_: object, **__: object) -> None:
             raise pk.DeviceFault("a kernel", expected="no fault", got="one", remedy="none", clause="C12.4")
@@ -316,7 +298,7 @@ def test_a_device_fault_in_a_copy_latches_the_store_and_gives_the_claims_back(mo
             with pytest.raises(pk.DeviceFault):
                 store.activate(source=saved, prompt_tokens=1, output_tokens=1)
 
-        assert differences(before, observable(store)) == []
+        assert differences(before, observables(store._ledgers)) == []
         with pytest.raises(pk.StoreLatched):
             store.release(saved)
         store._latch = None

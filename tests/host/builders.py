@@ -170,6 +170,26 @@ def assert_unchanged(before: object, value: object) -> None:
         raise AssertionError(f"state changed in {len(changed)} places: " + "; ".join(changed[:5]))
 
 
+def observables(ledgers: StoreLedgers) -> object:
+    """Return the ledgers' state but for what only ever grows or lies behind a count.
+
+    A claim that is given back leaves exactly this as it was; serials that were handed out stay handed out.
+    """
+    hidden = {"_serial_next", "_stamp_next", "_starts", "_ends", "content"}
+
+    def strip(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: strip(item) for name, item in value.items() if name not in hidden}
+        return [strip(item) for item in value] if isinstance(value, list) else value
+
+    live = {
+        name: [spaces.pool.free_runs.runs(), spaces.pages.free_runs.runs(),
+               spaces.pages.content[spaces.pages.serial > 0].tolist()]
+        for name, spaces in ledgers.spaces.items()
+    }  # fmt: skip
+    return [strip(snapshot(ledgers)), live]
+
+
 @contextmanager
 def refused(
     error: type[PagedKVError], clause: str, *state: object, match: str | None = None

@@ -1,0 +1,168 @@
+"""What the tests of sharing have in common: ledgers with bytes behind them, and one-line continuations.
+
+`SharedLedgers` keeps one number for each column of each page group and moves numbers as a device would: a unit
+writes through the table, a copied tail copies its columns, and page groups that are free hold -1.  So what a
+space reads can be compared with what was written into it, however pages were shared, copied, cut and reused.
+
+Read next: `test_activation.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import numpy as np
+
+from pagedkv.activation import ActivationTarget, PreparedActivation, Refusal, TailCopy
+from pagedkv.block_tables import UNMAPPED
+from pagedkv.check import check_ledgers
+from pagedkv.config import Backend, DraftFullBackend, MTPBackend
+from pagedkv.continuation import Continuation
+from pagedkv.ledgers import StoreLedgers
+from pagedkv.quantities import PAGE_TOKENS
+from pagedkv.retained_spaces import RetainedSpace
+from pagedkv.sequence import Sequence
+from tests.host.builders import DRAFT_GEOMETRY, make_ledgers
+
+Held = Sequence | Continuation
+
+MTP = MTPBackend(5)
+DRAFT = DraftFullBackend(DRAFT_GEOMETRY)
+BACKENDS = [None, MTP, DRAFT]
+
+POISON = -1
+
+
+class SharedLedgers:
+    """Ledgers of a small store, with a number behind each column of each page group."""
+
+    def __init__(
+        self, *, max_context: int = 256, max_concurrency: int = 4, tokens: int | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self.ledgers: StoreLedgers = make_ledgers(
+            max_context=max_context, max_concurrency=max_concurrency, tokens=tokens, backend=backend
+        )
+        self.bytes = {
+            name: np.full((spaces.pool.capacity, PAGE_TOKENS), POISON, np.int64)
+            for name, spaces in self.ledgers.spaces.items()
+        }
+        self._number = itertools.count(1)
+
+    # ---- acts -------------------------------------------------------------------------------------
+
+    def start(self, prompt_tokens: int, output_tokens: int = 0) -> Sequence:
+        """Activate a sequence that starts from nothing and must fit."""
+        return self.activate(ActivationTarget(prompt_tokens, output_tokens))
+
+    def go_on(
+        self, source: Continuation, prompt_tokens: int = 0, output_tokens: int = 0, *,
+        frontier: int | Mapping[str, int] | None = None, keep_source: bool = True,
+    ) -> Sequence:
+        """Activate a sequence from a continuation; it must fit."""
+        return self.activate(ActivationTarget(prompt_tokens, output_tokens, source, frontier, keep_source))
+
+    def activate(self, target: ActivationTarget) -> Sequence:
+        """Prepare, copy, commit; it must fit."""
+        prepared = self.ledgers.prepare_activation(target)
+        assert isinstance(prepared, PreparedActivation), prepared
+        self.copy(prepared.copies)
+        sequence = self.ledgers.commit_activation(prepared)
+        self.poison()
+        return sequence
+
+    def copy(self, copies: tuple[TailCopy, ...]) -> None:
+        """Copy the columns of tails, and no others."""
+        for copy in copies:
+            pages = self.bytes[copy.pool]
+            pages[copy.destination_page, : copy.columns] = pages[copy.source_page, : copy.columns]
+
+    def append(self, sequence: Sequence, tokens: int | Mapping[str, int]) -> None:
+        """Write numbers that were never written before behind the frontiers, and commit them."""
+        columns = {"main": tokens} if isinstance(tokens, int) else dict(tokens)
+        unit, _ = self.ledgers.begin_unit("step", self.ledgers.batch([sequence]), columns)
+        for pool, count in columns.items():
+            first = int(unit.first_positions[pool][0])
+            for position in range(first, first + count):
+                page = int(self.ledgers.spaces[pool].table.mirror[sequence.row, position // PAGE_TOKENS])
+                assert page != UNMAPPED, f"position {position} is not mapped"
+                self.bytes[pool][page, position % PAGE_TOKENS] = next(self._number)
+        self.ledgers.commit_unit(unit)
+
+    def retain(self, tokens: int | Mapping[str, int], *, state: object = "complete") -> Continuation:
+        """Return a continuation of a sequence that wrote so many tokens and no budget beyond Main's."""
+        columns = {"main": tokens} if isinstance(tokens, int) else dict(tokens)
+        sequence = self.start(columns["main"])
+        self.append(sequence, columns)
+        return self.finish(sequence, state=state)
+
+    def finish(self, sequence: Sequence, *, state: object = "complete") -> Continuation:
+        """Finish a sequence and retain it."""
+        kept = self.ledgers.finish(sequence, retain=True, state=state)
+        assert kept is not None
+        self.poison()
+        return kept
+
+    def snapshot(self, sequence: Sequence, *, state: object = "complete") -> Continuation:
+        """Checkpoint a sequence; there must be room."""
+        prepared = self.ledgers.prepare_snapshot(sequence, state)
+        assert not isinstance(prepared, Refusal), prepared
+        self.copy(prepared.copies)
+        return self.ledgers.commit_snapshot(prepared)
+
+    def release(self, continuation: Continuation) -> None:
+        """Release a continuation."""
+        self.ledgers.release(continuation)
+        self.poison()
+
+    def end(self, sequence: Sequence) -> None:
+        """Finish a sequence without retaining it."""
+        self.ledgers.finish(sequence)
+        self.poison()
+
+    def poison(self) -> None:
+        """Overwrite every free page group: whoever still names it reads -1."""
+        for name, spaces in self.ledgers.spaces.items():
+            self.bytes[name][spaces.pool.free_runs.mask()] = POISON
+
+    # ---- answers ----------------------------------------------------------------------------------
+
+    def space(self, continuation: Continuation, pool: str = "main") -> RetainedSpace:
+        """Return the inactive space of a continuation."""
+        return self.ledgers.continuations.retained[pool].spaces[continuation.number]
+
+    def frontier(self, held: Held, pool: str = "main") -> int:
+        """Return the committed frontier."""
+        if isinstance(held, Continuation):
+            return self.space(held, pool).frontier
+        return int(self.ledgers.spaces[pool].frontier[held.row])
+
+    def logical(self, held: Held, pool: str = "main") -> list[int]:
+        """Return the logical pages of a space in block order."""
+        if isinstance(held, Continuation):
+            return self.space(held, pool).members.tolist()
+        spaces = self.ledgers.spaces[pool]
+        return spaces.members[held.row, : spaces.membership_pages(held.row)].tolist()
+
+    def page_ids(self, held: Held, pool: str = "main") -> list[int]:
+        """Return the page groups of a space in block order."""
+        return self.ledgers.spaces[pool].pages.device[self.logical(held, pool)].tolist()
+
+    def column(self, name: str, held: Held, pool: str = "main") -> list[int]:
+        """Return one column of the logical pages of a space, in block order."""
+        values: list[int] = getattr(self.ledgers.spaces[pool].pages, name)[self.logical(held, pool)].tolist()
+        return values
+
+    def read(self, held: Held, pool: str = "main") -> list[int]:
+        """Return the committed numbers of a space."""
+        rows = self.bytes[pool][self.page_ids(held, pool)].reshape(-1)
+        return rows[: self.frontier(held, pool)].tolist()
+
+    def available(self, pool: str = "main") -> int:
+        """Return the pages that anyone may reserve."""
+        return self.ledgers.spaces[pool].pool.available
+
+    def check(self) -> None:
+        """Check every invariant of C16."""
+        check_ledgers(self.ledgers)

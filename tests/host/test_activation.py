@@ -1,0 +1,873 @@
+"""Activation from a continuation: Fork and Move, page by page, in one pool and in two.  (C9.2, C10)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from pagedkv.activation import (
+    ActivationPlan,
+    ActivationTarget,
+    PoolPlan,
+    PreparedActivation,
+    Refusal,
+    TailCopy,
+)
+from pagedkv.check import check_ledgers
+from pagedkv.config import Backend
+from pagedkv.continuation import Continuation
+from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
+from pagedkv.ledgers import StoreLedgers
+from pagedkv.sequence import Sequence
+from tests.host.builders import (
+    activate,
+    assert_unchanged,
+    counts,
+    differences,
+    observables,
+    refused,
+    snapshot,
+    trim,
+)
+from tests.host.sharing import BACKENDS, DRAFT, MTP, SharedLedgers
+
+
+def prepare(store: SharedLedgers, target: ActivationTarget) -> PreparedActivation:
+    """Prepare an activation that must fit."""
+    prepared = store.ledgers.prepare_activation(target)
+    assert isinstance(prepared, PreparedActivation), prepared
+    return prepared
+
+
+def explain(store: SharedLedgers, target: ActivationTarget) -> ActivationPlan:
+    """Explain a target that must fit; nothing may change."""
+    before = snapshot(store.ledgers)
+    plan = store.ledgers.explain(target)
+    assert_unchanged(before, store.ledgers)
+    assert isinstance(plan, ActivationPlan), plan
+    return plan
+
+
+def refuse(store: SharedLedgers, target: ActivationTarget) -> Refusal:
+    """Ask for what must not fit, in all three ways; the ledgers must not change."""
+    ledgers = store.ledgers
+    before = snapshot(ledgers)
+    answer = ledgers.explain(target)
+    assert isinstance(answer, Refusal), answer
+    assert ledgers.prepare_activation(target) == answer
+    assert ledgers.try_activate(target) == answer
+    assert_unchanged(before, ledgers)
+    return answer
+
+
+# ---- Fork ------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_at_1000_shares_15_pages_and_copies_40_columns() -> None:
+    """F = 1000: position 1000 goes to offset 40 of the private page; no frontier is rounded.  (C10.5, C2.1)"""
+    store = SharedLedgers(max_context=1280)
+    source = store.retain(1000)
+    ids = store.page_ids(source)
+    target = ActivationTarget(1, 99, source)
+    assert explain(store, target).pools == (PoolPlan("main", 18, 1000, 15, 40, 3),)
+    prepared = prepare(store, target)
+    (copy,) = prepared.copies
+    assert copy == TailCopy("main", ids[15], int(prepared.tables["main"][15]), 40)
+    assert prepared.tables["main"].tolist()[:15] == ids[:15]
+    store.copy(prepared.copies)
+    fork = store.ledgers.commit_activation(prepared)
+
+    assert store.page_ids(fork)[:15] == ids[:15]
+    assert store.page_ids(fork)[15] == copy.destination_page != ids[15]
+    assert store.frontier(fork) == 1000
+    assert store.column("references", fork) == [2] * 15 + [1]
+    assert store.column("active", fork) == [1] * 16
+    assert store.column("writer", fork) == [-1] * 15 + [fork.row]
+    assert store.read(fork) == store.read(source)
+    store.append(fork, 1)
+    assert store.bytes["main"][copy.destination_page, 40] == store.read(fork)[1000]
+    assert store.page_ids(fork)[:15] == store.page_ids(source)[:15]
+    store.check()
+
+
+def test_a_fork_at_130_shares_two_pages_and_a_second_fork_makes_three_references() -> None:
+    """The source stays as it is: pages, frontier, tail.  (C10.5; vectors 44, 45)"""
+    store = SharedLedgers()
+    source = store.retain(130)
+    kept, tail = store.read(source), store.column("committed", source)
+
+    first = store.go_on(source, 66)
+    assert store.column("references", source) == [2, 2, 1]
+    second = store.go_on(source)
+    assert store.column("references", source) == [3, 3, 1]
+    assert store.column("active", source) == [2, 2, 0]
+    store.append(first, 66)
+
+    assert (store.read(source), store.column("committed", source)) == (kept, tail)
+    assert store.frontier(first) == 196
+    assert store.read(first)[:130] == kept == store.read(second)
+    store.check()
+
+
+@pytest.mark.parametrize("frontier", [64, 128])
+@pytest.mark.parametrize("keep_source", [True, False])
+def test_an_aligned_frontier_copies_nothing_and_the_next_page_is_fresh(frontier: int, keep_source: bool) -> None:
+    """Fork and Move alike, below the source's own frontier.  (C10.4, C10.5; vector 46)"""
+    store = SharedLedgers()
+    source = store.retain(130)
+    before, kept, ids = store.available(), store.read(source), store.page_ids(source)
+    prepared = prepare(store, ActivationTarget(1, 0, source, frontier, keep_source))
+    assert prepared.copies == ()
+
+    sequence = store.ledgers.commit_activation(prepared)
+
+    assert store.page_ids(sequence) == ids[: frontier // 64]
+    assert store.available() == before - 1 + (0 if keep_source else 3 - frontier // 64)
+    store.append(sequence, 1)
+    assert store.page_ids(sequence)[-1] not in ids[: frontier // 64]
+    assert store.read(sequence)[:-1] == kept[:frontier]
+    store.check()
+
+
+def test_a_fork_of_a_fork_shares_what_both_hold() -> None:
+    """The second generation shares its parent's pages and the grandparent's.  (C10.5)"""
+    store = SharedLedgers(max_context=320)
+    first = store.retain(100)
+    child = store.go_on(first, 60)
+    store.append(child, 60)
+    second = store.finish(child)
+    grandchild = store.go_on(second, 100)
+    store.append(grandchild, 100)
+
+    assert store.column("references", grandchild) == [3, 2, 1, 1, 1]
+    assert store.logical(grandchild)[:2] == store.logical(second)[:2]
+    assert store.logical(second)[0] == store.logical(first)[0]
+    assert store.logical(second)[1] != store.logical(first)[1]
+    assert store.read(grandchild)[:160] == store.read(second)
+    assert store.read(second)[:100] == store.read(first)
+    store.check()
+
+
+def test_a_fork_below_the_source_s_frontier_copies_from_inside_a_full_page() -> None:
+    """At 100 of 130 the second page is full and shared with nobody: 36 columns of it are copied.  (C10.5)"""
+    store = SharedLedgers()
+    source = store.retain(130)
+    kept = store.read(source)
+    fork = store.go_on(source, 3, frontier=100)
+    store.append(fork, 3)
+
+    assert store.column("references", source) == [2, 1, 1]
+    assert store.read(source) == kept
+    assert store.read(fork)[:100] == kept[:100]
+    store.check()
+
+
+# ---- Move ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 130])
+def test_a_move_keeps_identity_and_copies_nothing(tokens: int) -> None:
+    """The same logical pages, page groups, contents and bytes; the row writes behind the frontier.  (C10.4)"""
+    store = SharedLedgers()
+    source = store.retain(tokens)
+    before = (store.logical(source), store.page_ids(source), store.column("content", source),
+              store.column("serial", source), store.read(source))  # fmt: skip
+    free = store.available()
+    prepared = prepare(store, ActivationTarget(3, 0, source, keep_source=False))
+    assert (prepared.copies, prepared.plan.kind) == ((), "move")
+    sequence = store.ledgers.commit_activation(prepared)
+
+    assert before == (store.logical(sequence), store.page_ids(sequence), store.column("content", sequence),
+                      store.column("serial", sequence), store.read(sequence))  # fmt: skip
+    pages = len(before[0])
+    assert free - store.available() == -(-(tokens + 3) // 64) - pages
+    full = tokens // 64
+    assert store.column("writer", sequence) == [-1] * full + [sequence.row] * (pages - full)
+    assert store.column("protected", sequence) == store.column("protectors", sequence) == [0] * pages
+    assert store.ledgers.continuations.handles() == []
+    store.append(sequence, 3)
+    assert store.read(sequence)[:tokens] == before[4]
+    store.check()
+
+
+def test_a_move_to_an_aligned_lower_frontier_releases_what_lies_beyond() -> None:
+    """From 250 to 128: two pages go back, none is copied, none changes its content.  (C10.7)"""
+    store = SharedLedgers()
+    source = store.retain(250)
+    kept, contents = store.read(source), store.column("content", source)
+    free = store.available()
+    sequence = store.go_on(source, frontier=128, keep_source=False)
+
+    assert store.available() == free + 2
+    assert store.column("content", sequence) == contents[:2]
+    assert store.read(sequence) == kept[:128]
+    store.check()
+
+
+@pytest.mark.parametrize("frontier", [70, 100, 127, 129, 200, 249])
+def test_a_move_inside_a_private_page_cuts_it_and_advances_its_content_epoch(frontier: int) -> None:
+    """Committed columns are withdrawn inside the page that is cut, and in no other.  (C7.6, C10.7)"""
+    store = SharedLedgers()
+    source = store.retain(250)
+    kept, contents, serials = store.read(source), store.column("content", source), store.column("serial", source)
+    prepared = prepare(store, ActivationTarget(2, 0, source, frontier, keep_source=False))
+    assert prepared.copies == ()
+    sequence = store.ledgers.commit_activation(prepared)
+
+    pages = frontier // 64 + 1
+    assert store.column("serial", sequence) == serials[:pages]
+    assert store.column("content", sequence)[:-1] == contents[: pages - 1]
+    assert store.column("content", sequence)[-1] > max(contents)
+    store.append(sequence, 2)
+    assert store.read(sequence)[:frontier] == kept[:frontier]
+    store.check()
+
+
+def test_a_move_at_the_frontier_keeps_the_tail_s_content_epoch() -> None:
+    """Nothing is withdrawn.  (C7.6)"""
+    store = SharedLedgers()
+    source = store.retain(130)
+    contents = store.column("content", source)
+    sequence = store.go_on(source, keep_source=False)
+
+    assert store.column("content", sequence) == contents
+    store.check()
+
+
+def test_a_move_inside_a_shared_page_copies_it_first() -> None:
+    """Another continuation holds the page that is cut: it keeps its bytes.  (C10.7, C16.7)"""
+    store = SharedLedgers(max_context=320)
+    source = store.retain(130)
+    other = store.finish(store.go_on(source, frontier=128))
+    kept, ids = store.read(source), store.page_ids(source)
+    assert explain(store, ActivationTarget(5, 0, source, 100, keep_source=False)).pools == (
+        PoolPlan("main", 2, 100, 1, 36, 1, released_pages=1),
+    )
+    free = store.available()
+    sequence = store.go_on(source, 5, frontier=100, keep_source=False)
+
+    assert store.available() == free - 1 + 1  # the copy, and the source's own tail
+    assert store.page_ids(sequence)[0] == ids[0]
+    assert store.page_ids(sequence)[1] not in ids
+    store.append(sequence, 5)
+    assert store.read(sequence)[:100] == kept[:100]
+    assert store.read(other) == kept[:128]
+    assert store.column("references", other) == [2, 1]
+    store.check()
+
+
+def test_a_moved_source_s_shared_pages_stay_shared_and_without_a_writer() -> None:
+    """Move of a source whose full pages a running fork reads.  (C10.7)"""
+    store = SharedLedgers(max_context=320)
+    source = store.retain(130)
+    fork = store.go_on(source, 20)
+    kept = store.read(source)
+    sequence = store.go_on(source, 20, keep_source=False)
+
+    assert store.column("references", sequence) == store.column("active", sequence) == [2, 2, 1]
+    assert store.column("writer", sequence) == [-1, -1, sequence.row]
+    store.append(sequence, 20)
+    store.append(fork, 20)
+    assert store.read(sequence)[:130] == kept == store.read(fork)[:130]
+    assert store.read(sequence)[130:] != store.read(fork)[130:]
+    store.check()
+
+
+def test_a_move_counts_the_pages_that_it_releases() -> None:
+    """No page is available, and the target fits because its source's own pages come back.  (C10.2)"""
+    store = SharedLedgers(max_context=256, max_concurrency=4, tokens=256)
+    source = store.retain(256)
+    assert store.available() == 0
+    assert refuse(store, ActivationTarget(1, 127, source, 64)) == Refusal("main", 2, 0, forever=False)
+
+    sequence = store.go_on(source, 1, 127, frontier=64, keep_source=False)
+
+    assert counts(store.ledgers) == (1, 2, 1)
+    store.append(sequence, 128)
+    store.check()
+
+
+def test_a_tail_that_must_be_copied_needs_its_page_before_anything_is_released() -> None:
+    """A moved source's pages come back at the commit, behind the copy.  (C10.2, C10.3)"""
+    store = SharedLedgers(max_context=256, max_concurrency=4, tokens=256)
+    source = store.retain(200)
+    store.finish(store.go_on(source, frontier=128))
+    assert store.available() == 0
+
+    answer = refuse(store, ActivationTarget(1, 0, source, 100, keep_source=False))
+
+    assert answer == Refusal("main", 1, 0, forever=False)
+    assert store.go_on(source, 1, frontier=64, keep_source=False).row == 0
+    store.check()
+
+
+# ---- frontiers, handles, state ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frontier", [0, -1, 131, True, 64.0, "64"])
+@pytest.mark.parametrize("keep_source", [True, False])
+def test_a_frontier_lies_within_what_main_committed(frontier: int, keep_source: bool) -> None:
+    """Not 0, not beyond, and an integer.  (C10.7, C9.9; vector 48)"""
+    store = SharedLedgers()
+    source = store.retain(130)
+    clause = "C10.7" if type(frontier) is int else "C9.9"
+    for wanted in (frontier, {"main": frontier}):
+        expected = "C10.7" if isinstance(wanted, dict) else clause
+        for ask in (store.ledgers.explain, store.ledgers.prepare_activation, store.ledgers.try_activate):
+            with refused(MisuseError, expected, store.ledgers):
+                ask(ActivationTarget(1, 0, source, wanted, keep_source))
+    store.check()
+
+
+@pytest.mark.parametrize(
+    ("frontier", "clause"),
+    [
+        (100, "C9.9"), ({"main": 100}, "C9.9"), ({"mtp": 100}, "C9.9"), ({}, "C9.9"),
+        ({"main": 100, "mtp": 100, "draft": 1}, "C9.9"), ([100, 100], "C9.9"),
+        ({"main": 100, "mtp": 101}, "C10.7"), ({"main": 130, "mtp": 121}, "C10.7"), ({"main": 100, "mtp": -1}, "C10.7"),
+        ({"main": 0, "mtp": 0}, "C10.7"), ({"main": 131, "mtp": 0}, "C10.7"), ({"main": 100, "mtp": None}, "C10.7"),
+        ({"main": 100, "mtp": False}, "C10.7"), ({"mtp": 0, "main": None}, "C10.7"), ({"mtp": 0, "main": "1"}, "C10.7"),
+    ],
+)  # fmt: skip
+def test_with_a_backend_every_pool_s_frontier_is_named_and_none_leads_main(
+    frontier: Mapping[str, int], clause: str
+) -> None:
+    """Missing and unknown pools, a backend beyond its own frontier or Main's, no number; in any order.  (C9.9)"""
+    store = SharedLedgers(backend=MTP)
+    source = store.retain({"main": 130, "mtp": 120})
+
+    with refused(MisuseError, clause, store.ledgers):
+        store.ledgers.explain(ActivationTarget(1, 0, source, frontier))
+    store.check()
+
+
+@pytest.mark.parametrize("backend", [MTP, DRAFT])
+@pytest.mark.parametrize("keep_source", [True, False])
+@pytest.mark.parametrize(
+    ("frontier", "expected"),
+    [(None, (130, 120)), ({"main": 130, "backend": 120}, (130, 120)), ({"main": 100, "backend": 100}, (100, 100)),
+     ({"main": 100, "backend": 64}, (100, 64)), ({"main": 64, "backend": 3}, (64, 3)),
+     ({"main": 70, "backend": 0}, (70, 0)), ({"main": 1, "backend": 1}, (1, 1))],
+)  # fmt: skip
+def test_each_pool_goes_on_at_its_own_frontier(
+    backend: Backend, keep_source: bool, frontier: Mapping[str, int] | None, expected: tuple[int, int]
+) -> None:
+    """Fork and Move; a backend may begin at 0.  (C9.9, C10.5)"""
+    store = SharedLedgers(backend=backend)
+    name = list(store.ledgers.spaces)[1]
+    source = store.retain({"main": 130, name: 120})
+    kept = {pool: store.read(source, pool) for pool in ("main", name)}
+    named = frontier and {name if pool == "backend" else pool: tokens for pool, tokens in frontier.items()}
+
+    sequence = store.go_on(source, 20, 5, frontier=named, keep_source=keep_source)
+
+    assert tuple(store.frontier(sequence, pool) for pool in ("main", name)) == expected
+    for pool, tokens in zip(("main", name), expected, strict=True):
+        assert store.read(sequence, pool) == kept[pool][:tokens]
+        if keep_source:
+            assert store.read(source, pool) == kept[pool]
+    store.append(sequence, {"main": 25, name: 20})
+    for pool, tokens in zip(("main", name), expected, strict=True):
+        assert store.read(sequence, pool)[:tokens] == kept[pool][:tokens]
+    store.check()
+    store.end(sequence)
+    for handle in store.ledgers.continuations.handles():
+        store.release(handle)
+    assert all(store.available(pool) == spaces.pool.capacity for pool, spaces in store.ledgers.spaces.items())
+
+
+def test_a_continuation_without_state_is_never_a_hit() -> None:
+    """KV presence alone proves no resumability; `attach_state` completes it, and None takes it back.  (C2.2, C16.16)"""
+    store = SharedLedgers()
+    source = store.retain(130, state=None)
+    target = ActivationTarget(1, 0, source)
+    for ask in (store.ledgers.explain, store.ledgers.prepare_activation, store.ledgers.try_activate):
+        with refused(MisuseError, "C2.2", store.ledgers):
+            ask(target)
+    store.ledgers.attach_state(source, 0)  # false, but not None: the store never looks into a state
+    store.end(store.activate(target))
+    store.ledgers.attach_state(source, None)
+    with refused(MisuseError, "C2.2", store.ledgers):
+        store.ledgers.explain(target)
+    store.check()
+
+
+@pytest.mark.parametrize("end", ["release", "move"])
+def test_a_stale_source_is_refused_everywhere(end: str) -> None:
+    """Also when other continuations were made since.  (C9.8, C10.4, S35, S37)"""
+    store = SharedLedgers()
+    source = store.retain(130)
+    if end == "release":
+        store.release(source)
+    else:
+        store.go_on(source, keep_source=False)
+    store.retain(70)
+
+    ledgers = store.ledgers
+    for keep_source in (True, False):
+        for ask in (ledgers.explain, ledgers.prepare_activation, ledgers.try_activate):
+            with refused(StaleHandle, "C9.8", ledgers):
+                ask(ActivationTarget(1, 0, source, None, keep_source))
+    store.check()
+
+
+def test_s24_a_refused_admission_remembers_no_prefix() -> None:
+    """S24: A does not fit, its prefix is released, the retry with the old handle is refused.  (C10.9)"""
+    store = SharedLedgers(tokens=320)
+    source = store.retain(192)
+    blocker = store.start(64)
+    answer = refuse(store, ActivationTarget(1, 63, source, 130))
+    assert answer == Refusal("main", 2, 1, forever=False)  # 4 pages of entitlement, 2 shared, 1 available
+    store.release(source)
+    store.end(blocker)
+
+    with refused(StaleHandle, "C9.8", store.ledgers):
+        store.ledgers.try_activate(ActivationTarget(1, 63, source, 130))
+    assert store.frontier(store.start(194)) == 0
+    assert counts(store.ledgers) == (0, 4, 1)
+    store.check()
+
+
+@pytest.mark.parametrize("bad", [None, 3, "x", ()])
+def test_a_target_and_a_source_are_what_they_say(bad: object) -> None:
+    """An ActivationTarget, and a Continuation of this store.  (C10.9, C9.8)"""
+    store, other = SharedLedgers(), SharedLedgers()
+    with refused(MisuseError, "C10.9", store.ledgers):
+        store.ledgers.explain(bad)  # type: ignore[arg-type]
+    if bad is not None:
+        with refused(MisuseError, "C9.8", store.ledgers):
+            store.ledgers.explain(ActivationTarget(1, 0, bad))  # type: ignore[arg-type]
+    source = other.retain(64)
+    with refused(StaleHandle, "C9.8", store.ledgers):
+        store.ledgers.explain(ActivationTarget(1, 0, Continuation(7, source.number)))
+    with refused(StaleHandle, "C9.8", other.ledgers):
+        other.ledgers.explain(ActivationTarget(1, 0, Continuation(1, True)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "clause"),
+    [((1, 0, None, 64), "C10.7"), ((1, 0, None, None, False), "C10.7"), ((0, 0), "C9.2"), ((0, 1), "C9.2")],
+)
+def test_a_target_without_a_source_names_none_of_its_parts(arguments: tuple[int, ...], clause: str) -> None:
+    """No frontier, no Move, and at least one prompt token.  (C10.7, C9.2)"""
+    with refused(MisuseError, clause):
+        ActivationTarget(*arguments)
+
+
+@pytest.mark.parametrize("keep_source", [None, 0, 1, "no"])
+def test_whether_the_source_survives_is_a_decision(keep_source: bool) -> None:
+    """True or False and nothing that looks like them.  (C10.7)"""
+    with refused(MisuseError, "C10.7"):
+        ActivationTarget(1, 0, Continuation(1, 1), None, keep_source)
+
+
+def test_a_prompt_of_nothing_is_legal_with_a_source() -> None:
+    """All of the prompt is in the source; its budget is what is left.  (C9.2)"""
+    store = SharedLedgers()
+    source = store.retain(130)
+    sequence = store.go_on(source, 0, 0)
+
+    assert int(store.ledgers.sequences.budget_tokens[sequence.row]) == 130
+    assert store.ledgers.spaces["main"].entitlement_pages(sequence.row) == 3
+    store.append(sequence, 62)  # the tail page is entitled, token-exact limits are the caller's budget
+    with refused(EntitlementExceeded, "C9.3", store.ledgers):
+        store.append(sequence, 1)
+    store.check()
+
+
+# ---- budgets and answers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_source", [True, False])
+@pytest.mark.parametrize(
+    ("frontier", "prompt", "output", "entitlement"), [(130, 1, 61, 3), (130, 1, 62, 4), (130, 126, 0, 4), (64, 0, 1, 2)]
+)
+def test_the_budget_lies_behind_the_source(
+    keep_source: bool, frontier: int, prompt: int, output: int, entitlement: int
+) -> None:
+    """Entitlement covers frontier + prompt + output; what is kept is not charged again.  (C9.1, C9.2, C16.4)"""
+    store = SharedLedgers()
+    source = store.retain(130)
+    free = store.available()
+    target = ActivationTarget(prompt, output, source, frontier, keep_source)
+    (plan,) = explain(store, target).pools
+    sequence = store.activate(target)
+
+    assert store.ledgers.spaces["main"].entitlement_pages(sequence.row) == plan.entitlement_pages == entitlement
+    assert int(store.ledgers.sequences.budget_tokens[sequence.row]) == frontier + prompt + output
+    assert free - store.available() == plan.claimed_pages - plan.released_pages
+    assert counts(store.ledgers)[1] == entitlement - len(store.logical(sequence))
+    store.check()
+
+
+@pytest.mark.parametrize("keep_source", [True, False])
+def test_source_and_budget_beyond_the_context_are_refused_for_ever(keep_source: bool) -> None:
+    """130 + 127 > 256: no waiting helps.  At the exact ceiling it is granted.  (C9.2, C10.9)"""
+    store = SharedLedgers()
+    source = store.retain(130)
+
+    answer = refuse(store, ActivationTarget(1, 126, source, None, keep_source))
+    assert answer == Refusal("main", 5, 4, forever=True, reason="context")
+    store.go_on(source, 1, 125, keep_source=keep_source)
+    store.check()
+
+
+def test_rows_are_asked_for_before_pages_and_waiting_helps() -> None:
+    """C = 2: both rows run; the source stays valid.  (C10.9)"""
+    store = SharedLedgers(max_concurrency=2, tokens=512)
+    source = store.retain(64)
+    first = store.start(1)
+    store.start(1)
+
+    answer = refuse(store, ActivationTarget(1, 0, source))
+    assert answer == Refusal("rows", 1, 0, forever=False, reason="rows")
+    store.end(first)
+    store.go_on(source, 1)
+    store.check()
+
+
+@pytest.mark.parametrize("keep_source", [True, False])
+def test_s36_the_pages_of_the_claimed_prefix_are_not_free_for_its_growth(keep_source: bool) -> None:
+    """S36: 5 free pages of which 2 are the prefix: a claim of 4 more is refused, for only 3 remain.  (C10.9)"""
+    store = SharedLedgers(max_context=384, max_concurrency=4, tokens=384)
+    source = store.retain(128)
+    store.start(1)
+    assert store.available() == 3
+
+    answer = refuse(store, ActivationTarget(1, 255, source, None, keep_source))
+    assert answer == Refusal("main", 4, 3, forever=False)
+    sequence = store.go_on(source, 1, 191, keep_source=keep_source)
+    assert (store.available(), len(store.logical(sequence))) == (0, 2)
+    store.check()
+
+
+@pytest.mark.parametrize("backend", [MTP, DRAFT])
+@pytest.mark.parametrize("keep_source", [True, False])
+def test_a_refusal_in_the_second_pool_leaves_the_first_as_it_was(backend: Backend, keep_source: bool) -> None:
+    """Only the backend lacks pages; then it has them.  (C10.2; vector 58)"""
+    store = SharedLedgers(backend=backend)
+    name = list(store.ledgers.spaces)[1]
+    source = store.retain({"main": 130, name: 70})
+    scarce = store.ledgers.spaces[name].pool
+    taken = scarce.available
+    assert scarce.try_reserve(taken)
+
+    answer = refuse(store, ActivationTarget(60, 0, source, None, keep_source))
+    # Entitlement ceil(190 / 64) or, with the lead of 4, ceil(194 / 64); one page is shared, and a Move keeps the tail.
+    entitlement = 4 if name == "mtp" else 3
+    assert answer == Refusal(name, entitlement - (1 if keep_source else 2), 0, forever=False)
+    scarce.shrink(taken)
+    store.go_on(source, 60, keep_source=keep_source)
+    store.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("keep_source", [True, False])
+def test_explaining_a_source_has_no_side_effect_and_activation_does_what_it_said(
+    backend: Backend | None, keep_source: bool
+) -> None:
+    """Pages, row, copies and table of every pool.  (C10.9)"""
+    store = SharedLedgers(backend=backend)
+    source = store.retain(dict.fromkeys(store.ledgers.spaces, 130))
+    other = store.finish(store.go_on(source, frontier=dict.fromkeys(store.ledgers.spaces, 128)))
+    target = ActivationTarget(10, 5, source, dict.fromkeys(store.ledgers.spaces, 100), keep_source)
+    plan = explain(store, target)
+    free = {name: spaces.pool.available for name, spaces in store.ledgers.spaces.items()}
+    prepared = prepare(store, target)
+    assert prepared.plan == plan
+    assert plan.kind == ("fork" if keep_source else "move")
+    assert [(copy.pool, copy.columns) for copy in prepared.copies] == [(part.pool, 36) for part in plan.pools]
+    store.copy(prepared.copies)
+
+    sequence = store.ledgers.commit_activation(prepared)
+
+    assert sequence.row == plan.row
+    for part in plan.pools:
+        assert prepared.tables[part.pool].tolist() == store.page_ids(sequence, part.pool)
+        assert free[part.pool] - store.available(part.pool) == part.claimed_pages - part.released_pages
+        assert part.kept_pages == 1
+        assert store.read(sequence, part.pool) == store.read(other, part.pool)[:100]
+    store.check()
+
+
+# ---- prepared, not committed -----------------------------------------------------------------------------
+
+
+def prepared_pair(
+    backend: Backend | None, *, keep_source: bool
+) -> tuple[SharedLedgers, Continuation, ActivationTarget]:
+    """Return a store, a source of 130 tokens whose pages another continuation shares, and a target with a tail copy."""
+    store = SharedLedgers(backend=backend, max_context=320)
+    source = store.retain(dict.fromkeys(store.ledgers.spaces, 130))
+    store.finish(store.go_on(source, frontier=dict.fromkeys(store.ledgers.spaces, 128)))
+    frontier = dict.fromkeys(store.ledgers.spaces, 100)
+    return store, source, ActivationTarget(60, 5, source, frontier, keep_source)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("keep_source", [True, False])
+def test_a_prepared_activation_is_invisible_and_an_aborted_one_never_was(
+    backend: Backend | None, keep_source: bool
+) -> None:
+    """No sequence, no table entry, no reference; abort restores every observable.  (C10.2, C10.3; vectors 42, 52)"""
+    store, source, target = prepared_pair(backend, keep_source=keep_source)
+    ledgers = store.ledgers
+    before = observables(ledgers)
+    seen = (store.logical(source), store.column("references", source), store.column("active", source),
+            [spaces.table.mirror.tolist() for spaces in ledgers.spaces.values()])  # fmt: skip
+    prepared = prepare(store, target)
+    assert ledgers.sequences.active_rows() == []
+    assert seen == (store.logical(source), store.column("references", source), store.column("active", source),
+                    [spaces.table.mirror.tolist() for spaces in ledgers.spaces.values()])  # fmt: skip
+
+    ledgers.abort_activation(prepared)
+
+    assert differences(before, observables(ledgers)) == []
+    store.check()
+    store.activate(target)
+    store.check()
+
+
+@pytest.mark.parametrize("keep_source", [True, False])
+def test_a_source_of_a_prepared_activation_stays_as_it_is(keep_source: bool) -> None:
+    """It is neither released, moved, truncated, protected anew nor given another state.  (C10.2, C7.4)"""
+    store, source, target = prepared_pair(None, keep_source=keep_source)
+    ledgers = store.ledgers
+    prepared = prepare(store, target)
+
+    with refused(MisuseError, "C10.2", ledgers):
+        ledgers.release(source)
+    with refused(MisuseError, "C10.2", ledgers):
+        ledgers.truncate_continuation(source, 130, "main")
+    with refused(MisuseError, "C10.2", ledgers):
+        ledgers.protect(source, 0, "main")
+    with refused(MisuseError, "C10.2", ledgers):
+        ledgers.attach_state(source, None)
+    with refused(MisuseError, "C10.2", ledgers):
+        ledgers.prepare_activation(ActivationTarget(1, 0, source, None, keep_source=False))
+    store.copy(prepared.copies)
+    ledgers.commit_activation(prepared)
+    if keep_source:
+        store.release(source)
+    store.check()
+
+
+def test_a_source_that_is_being_moved_is_nobody_s_fork() -> None:
+    """The Move would take the source away under the Fork.  (C10.4)"""
+    store, source, target = prepared_pair(None, keep_source=False)
+    ledgers = store.ledgers
+    prepared = prepare(store, target)
+
+    with refused(MisuseError, "C10.4", ledgers):
+        ledgers.prepare_activation(ActivationTarget(1, 0, source))
+    ledgers.abort_activation(prepared)
+    store.go_on(source)
+    store.check()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("ends", [("commit", "commit"), ("commit", "abort"), ("abort", "commit"), ("abort", "abort")])
+def test_forks_of_one_source_are_prepared_together_and_end_in_any_order(
+    order: tuple[int, int], ends: tuple[str, str]
+) -> None:
+    """Each pins the tail for itself; the source is free again with the last.  (C7.4, C10.5)"""
+    store, source, target = prepared_pair(None, keep_source=True)
+    ledgers = store.ledgers
+    before = observables(ledgers)
+    kept = store.read(source)
+    both = [prepare(store, target), prepare(store, target)]
+    for index, end in zip(order, ends, strict=True):
+        with refused(MisuseError, "C10.2", ledgers):
+            ledgers.release(source)
+        if end == "commit":
+            store.copy(both[index].copies)
+            sequence = ledgers.commit_activation(both[index])
+            assert store.read(sequence) == kept[:100]
+        else:
+            ledgers.abort_activation(both[index])
+
+    store.check()
+    for row in ledgers.sequences.active_rows():
+        store.end(Sequence(1, row, int(ledgers.sequences.serials[row])))
+    after = observables(ledgers)
+    assert [line for line in differences(before, after) if "stamp" not in line] == []
+
+
+@pytest.mark.parametrize("kind", ["fresh", "fork", "move"])
+@pytest.mark.parametrize("first", ["commit", "abort"])
+def test_a_prepared_activation_ends_once(kind: str, first: str) -> None:
+    """A second commit or abort is refused and changes nothing.  (C10.2, S35)"""
+    store, source, target = prepared_pair(None, keep_source=kind == "fork")
+    ledgers = store.ledgers
+    prepared = prepare(store, ActivationTarget(5, 5) if kind == "fresh" else target)
+    end = {"commit": ledgers.commit_activation, "abort": ledgers.abort_activation}
+    end[first](prepared)
+
+    for again in end.values():
+        with refused(MisuseError, "C10.2", ledgers):
+            again(prepared)
+        with refused(MisuseError, "C10.2", ledgers):
+            again(None)  # type: ignore[operator]
+    assert (source in ledgers.continuations.handles()) == (kind != "move" or first == "abort")
+    store.check()
+
+
+def test_a_shared_page_that_a_prepared_fork_copies_may_lose_its_other_holders() -> None:
+    """C is forked inside a page that A holds too: A is released, moved or finished meanwhile.  (C7.4, C10.2)"""
+    for way in ("release", "move", "finish", "abort"):
+        store = SharedLedgers(max_context=320)
+        one = store.retain(130)
+        two = store.finish(store.go_on(one, frontier=128))
+        running = store.go_on(one, 1, frontier=128) if way in ("finish", "abort") else None
+        kept = store.read(two)
+        if way == "move":
+            moving = prepare(store, ActivationTarget(1, 0, one, 100, keep_source=False))
+        prepared = prepare(store, ActivationTarget(1, 0, two, 100))
+        assert store.column("pins", two) == [0, 2 if way == "move" else 1]
+        if way == "release":
+            store.release(one)
+        elif way == "move":
+            store.copy(moving.copies)
+            store.ledgers.commit_activation(moving)
+        elif way == "finish":
+            assert running is not None
+            store.finish(running)
+        else:
+            assert running is not None
+            assert store.ledgers.abort(running)
+        assert store.read(two) == kept
+        store.copy(prepared.copies)
+        fork = store.ledgers.commit_activation(prepared)
+        assert store.read(fork) == kept[:100]
+        assert store.read(two) == kept
+        store.check()
+
+
+def test_a_transfer_that_reads_the_source_refuses_its_move_before_and_after_the_preparation() -> None:
+    """A commit that could fail half-way fails before it begins: nothing changed, and it goes through later.  (C7.4)"""
+    store, source, target = prepared_pair(MTP, keep_source=False)
+    ledgers = store.ledgers
+    pool = ledgers.spaces["mtp"].pool
+    ids = ledgers.spaces["mtp"].pages.device[store.space(source, "mtp").members[2:3]]
+    pool.pin(ids)
+    with refused(MisuseError, "C7.4", ledgers):
+        ledgers.prepare_activation(target)
+    pool.unpin(ids)
+    prepared = prepare(store, target)
+    pool.pin(ids)
+    with refused(MisuseError, "C7.4", ledgers):
+        ledgers.commit_activation(prepared)
+    pool.unpin(ids)
+    store.copy(prepared.copies)
+    ledgers.commit_activation(prepared)
+    store.check()
+
+
+# ---- scenarios -------------------------------------------------------------------------------------------
+
+
+def test_s39_four_forks_of_100_tokens_and_a_fork_of_the_second_equal_unshared_runs() -> None:
+    """S39: each reads what an unshared run of the same writes would read.  (C10.5)"""
+    store = SharedLedgers(max_context=256, max_concurrency=6)
+    source = store.retain(100)
+    prefix = store.read(source)
+    expected: dict[Sequence, list[int]] = {}
+    forks = [store.go_on(source, 100) for _ in range(4)]
+    for fork in forks:
+        first = int(store.bytes["main"].max()) + 1
+        store.append(fork, 60)
+        expected[fork] = prefix + list(range(first, first + 60))
+    checkpoint = store.snapshot(forks[1])
+    again = store.go_on(checkpoint, 40)
+    first = int(store.bytes["main"].max()) + 1
+    store.append(again, 40)
+    expected[again] = expected[forks[1]] + list(range(first, first + 40))
+
+    assert {sequence: store.read(sequence) for sequence in expected} == expected
+    assert store.read(source) == prefix
+    store.check()
+
+
+def test_s8_no_operation_replaces_a_page_of_an_active_row() -> None:
+    """S8: there is no dedup; what a row's table names stays, whatever is forked, moved, retained or released.  (C9.7)
+
+    A publishes two pages, B wrote the same two privately: B's row goes on naming its own.
+    """
+    store = SharedLedgers(max_context=256, max_concurrency=4)
+    first = store.retain(128)
+    row_b = store.start(256)
+    store.append(row_b, 128)
+    ids, read = store.page_ids(row_b), store.read(row_b)
+
+    checkpoint = store.snapshot(row_b)
+    store.end(store.go_on(first, 10))
+    store.go_on(first, 10, keep_source=False)
+    store.ledgers.protect(checkpoint, 0, "main")
+    fork = store.go_on(checkpoint, 64)
+    store.release(checkpoint)
+    store.end(fork)
+    store.append(row_b, 100)
+    trim(store.ledgers, row_b)
+
+    assert store.page_ids(row_b)[:2] == ids
+    assert store.read(row_b)[:128] == read
+    assert not hasattr(store.ledgers, "replace")
+    store.check()
+
+
+def test_s59_a_source_that_is_its_own_cheapest_victim_is_never_listed_twice() -> None:
+    """S59: five sessions share one prefix; a Fork that does not fit names no victim and changes nothing.  (C1.2)"""
+    store = SharedLedgers(max_context=320, max_concurrency=8, tokens=640)
+    source = store.retain(320)
+    sessions = [store.finish(store.go_on(source, frontier=256)) for _ in range(4)]
+    assert store.available() == 5
+    blocker = store.start(320)
+
+    assert refuse(store, ActivationTarget(60, 0, source, 260)) == Refusal("main", 1, 0, forever=False)
+    store.release(sessions[0])  # only references: nothing becomes available
+    assert refuse(store, ActivationTarget(60, 0, source, 260)) == Refusal("main", 1, 0, forever=False)
+    store.end(blocker)
+    store.go_on(source, 60, frontier=260)
+    store.check()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
+def test_s25_shared_pages_come_back_with_the_last_reference_and_once(order: tuple[int, ...]) -> None:
+    """S25: three holders of the same pages let go in any order; then every id is granted once.  (C9.8; vector 56)"""
+    store = SharedLedgers(max_context=256, max_concurrency=4, tokens=512)
+    source = store.retain(130)
+    second = store.finish(store.go_on(source))
+    holders = [source, second, store.go_on(source)]
+    capacity = store.ledgers.spaces["main"].pool.capacity
+    assert store.available() == capacity - 5
+    for count, index in enumerate(order):
+        holder = holders[index]
+        if isinstance(holder, Sequence):
+            store.end(holder)
+        else:
+            store.release(holder)
+        assert store.available() == capacity - (4, 3, 0)[count]
+        store.check()
+
+    sequences = [store.start(256) for _ in range(2)]
+    for sequence in sequences:
+        store.append(sequence, 256)
+    ids = [page for sequence in sequences for page in store.page_ids(sequence)]
+    assert sorted(ids) == list(range(capacity))
+
+
+def test_a_fresh_activation_holds_numbers_only_until_it_is_committed() -> None:
+    """Vector 42, without a source: reservation and row, given back by abort.  (C10.3)"""
+    store = SharedLedgers(backend=MTP)
+    ledgers: StoreLedgers = store.ledgers
+    before = observables(ledgers)
+    prepared = prepare(store, ActivationTarget(100, 30))
+    assert (counts(ledgers), prepared.copies, prepared.tables) == ((0, 3, 13), (), {})
+    assert ledgers.sequences.active_count == 1
+    assert ledgers.sequences.active_rows() == []
+    ledgers.abort_activation(prepared)
+
+    assert differences(before, observables(ledgers)) == []
+    activate(ledgers, 100)
+    check_ledgers(ledgers)
