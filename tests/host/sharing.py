@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pagedkv.activation import ActivationTarget, PreparedActivation, Refusal, TailCopy
+from pagedkv.activation import ActivationPlan, ActivationTarget, PreparedActivation, Refusal, TailCopy
 from pagedkv.block_tables import UNMAPPED
 from pagedkv.check import check_ledgers
 from pagedkv.config import Backend, DraftFullBackend, MTPBackend
@@ -23,7 +23,7 @@ from pagedkv.ledgers import StoreLedgers
 from pagedkv.quantities import PAGE_TOKENS
 from pagedkv.retained_spaces import RetainedSpace
 from pagedkv.sequence import Sequence
-from tests.host.builders import DRAFT_GEOMETRY, make_ledgers
+from tests.host.builders import DRAFT_GEOMETRY, assert_unchanged, make_ledgers, snapshot
 
 Held = Sequence | Continuation
 
@@ -65,12 +65,35 @@ class SharedLedgers:
 
     def activate(self, target: ActivationTarget) -> Sequence:
         """Prepare, copy, commit; it must fit."""
-        prepared = self.ledgers.prepare_activation(target)
-        assert isinstance(prepared, PreparedActivation), prepared
+        prepared = self.prepare(target)
         self.copy(prepared.copies)
         sequence = self.ledgers.commit_activation(prepared)
         self.poison()
         return sequence
+
+    def prepare(self, target: ActivationTarget) -> PreparedActivation:
+        """Prepare an activation that must fit; its copies are not made."""
+        prepared = self.ledgers.prepare_activation(target)
+        assert isinstance(prepared, PreparedActivation), prepared
+        return prepared
+
+    def explain(self, target: ActivationTarget) -> ActivationPlan:
+        """Explain a target that must fit; nothing may change."""
+        before = snapshot(self.ledgers)
+        plan = self.ledgers.explain(target)
+        assert_unchanged(before, self.ledgers)
+        assert isinstance(plan, ActivationPlan), plan
+        return plan
+
+    def refuse(self, target: ActivationTarget) -> Refusal:
+        """Ask for what must not fit, in all three ways; the ledgers must not change."""
+        before = snapshot(self.ledgers)
+        answer = self.ledgers.explain(target)
+        assert isinstance(answer, Refusal), answer
+        assert self.ledgers.prepare_activation(target) == answer
+        assert self.ledgers.try_activate(target) == answer
+        assert_unchanged(before, self.ledgers)
+        return answer
 
     def copy(self, copies: tuple[TailCopy, ...]) -> None:
         """Copy the columns of tails, and no others."""
