@@ -164,13 +164,15 @@ class SharedLedgers:
     def logical(self, held: Held, pool: str = "main") -> list[int]:
         """Return the logical pages of a space in block order."""
         if isinstance(held, Continuation):
-            return self.space(held, pool).members.tolist()
-        spaces = self.ledgers.spaces[pool]
-        return spaces.members[held.row, : spaces.membership_pages(held.row)].tolist()
+            members: list[int] = self.space(held, pool).members.tolist()
+        else:
+            spaces = self.ledgers.spaces[pool]
+            members = spaces.members[held.row, : spaces.membership_pages(held.row)].tolist()
+        return members
 
     def page_ids(self, held: Held, pool: str = "main") -> list[int]:
         """Return the page groups of a space in block order."""
-        return self.ledgers.spaces[pool].pages.device[self.logical(held, pool)].tolist()
+        return self.column("device", held, pool)
 
     def column(self, name: str, held: Held, pool: str = "main") -> list[int]:
         """Return one column of the logical pages of a space, in block order."""
@@ -179,8 +181,8 @@ class SharedLedgers:
 
     def read(self, held: Held, pool: str = "main") -> list[int]:
         """Return the committed numbers of a space."""
-        rows = self.bytes[pool][self.page_ids(held, pool)].reshape(-1)
-        return rows[: self.frontier(held, pool)].tolist()
+        numbers: list[int] = self.bytes[pool][self.page_ids(held, pool)].reshape(-1).tolist()
+        return numbers[: self.frontier(held, pool)]
 
     def available(self, pool: str = "main") -> int:
         """Return the pages that anyone may reserve."""

@@ -18,18 +18,38 @@ from pagedkv.check import check_ledgers
 from pagedkv.config import MTPBackend, PoolConfig
 from pagedkv.ledgers import StoreLedgers
 from tests.host.builders import activate, begin, make_ledgers, trim, write
+from tests.host.sharing import MTP, SharedLedgers
 
 Corruption = Callable[[StoreLedgers], None]
 
 
 def store_in_use() -> StoreLedgers:
-    """Row 0: 130 tokens, a trimmed page, forked; row 1: a unit in flight; row 2: free; one continuation.  Two pools."""
+    """Row 0: 130 tokens and a trimmed page; row 1: a unit in flight; row 2: free.  Two pools, nothing shared."""
     ledgers = make_ledgers(max_context=256, max_concurrency=3, backend=MTPBackend(5))
     first, second = activate(ledgers, 200, 56), activate(ledgers, 100)
     write(ledgers, first, {"main": 200, "mtp": 130}, accepted={"main": 130, "mtp": 120})
     trim(ledgers, first)
     begin(ledgers, second, {"main": 70, "mtp": 3})
     return ledgers
+
+
+def store_that_shares() -> StoreLedgers:
+    """Everything that may hold a page, in two pools; continuation 1 holds 130 tokens, protected whole.
+
+    Row 0 is its fork, and so is continuation 2, at 128; row 1 was moved and holds an immutable page alone; rows 2
+    and 3 share two pages that no continuation holds; row 4 is free.
+    """
+    store = SharedLedgers(max_concurrency=5, backend=MTP)
+    kept = store.retain({"main": 130, "mtp": 130})
+    running = store.go_on(kept, 60)
+    store.append(running, {"main": 10, "mtp": 10})
+    store.finish(store.go_on(kept, frontier={"main": 128, "mtp": 128}))
+    store.go_on(store.retain({"main": 70, "mtp": 70}), keep_source=False)
+    gone = store.retain({"main": 128, "mtp": 128})
+    store.go_on(gone, 5)
+    store.go_on(gone, 5)
+    store.release(gone)
+    return store.ledgers
 
 
 def run(name: str, ledgers: StoreLedgers) -> None:
@@ -175,6 +195,101 @@ def a_budget_is_not_covered(ledgers: StoreLedgers) -> None:
     ledgers.sequences.budget_tokens[1] = 129
 
 
+def in_kept(column: str, block: int, value: int, pool: str = "main") -> Corruption:
+    """Return a corruption of one column of a page of continuation 1."""
+
+    def corrupt(ledgers: StoreLedgers) -> None:
+        members = ledgers.continuations.retained[pool].spaces[1].members
+        getattr(ledgers.spaces[pool].pages, column)[members[block]] = value
+
+    return corrupt
+
+
+def in_row(column: str, row: int, block: int, value: int) -> Corruption:
+    """Return a corruption of one column of a page that a row of Main maps."""
+
+    def corrupt(ledgers: StoreLedgers) -> None:
+        spaces = ledgers.spaces["main"]
+        getattr(spaces.pages, column)[spaces.members[row, block]] = value
+
+    return corrupt
+
+
+def kept_space(attribute: str, value: int) -> Corruption:
+    """Return a corruption of continuation 1's own limits in Main."""
+
+    def corrupt(ledgers: StoreLedgers) -> None:
+        setattr(ledgers.continuations.retained["main"].spaces[1], attribute, value)
+
+    return corrupt
+
+
+def a_page_stands_twice_in_a_continuation(ledgers: StoreLedgers) -> None:
+    members = ledgers.continuations.retained["main"].spaces[1].members
+    members[1] = members[0]
+
+
+def the_pages_pins_drifted(ledgers: StoreLedgers) -> None:
+    ledgers.spaces["mtp"].pages.pins_total += 1
+
+
+def more_is_promised_than_there_is(ledgers: StoreLedgers) -> None:
+    pool = ledgers.spaces["mtp"].pool
+    pool.capacity = pool.allocated + pool.reserved - 1
+
+
+def a_continuation_vanished(ledgers: StoreLedgers) -> None:
+    """Its pages keep their references: every count of them is one too high."""
+    del ledgers.continuations.retained["mtp"].spaces[2]
+
+
+def a_page_is_immutable_and_writable(ledgers: StoreLedgers) -> None:
+    ledgers.spaces["main"].shared_end[0] += 64
+
+
+def a_shared_page_counts_as_the_row_s_own(ledgers: StoreLedgers) -> None:
+    ledgers.spaces["main"].shared_end[0] -= 64
+
+
+BROKEN_SHARING: list[tuple[str, str, Corruption]] = [
+    ("check_1_one_replica_per_lease", "one page group carries two", in_kept("device", 2, 0)),
+    ("check_1_one_replica_per_lease", "table and descriptors disagree", in_kept("device", 0, 15)),
+    ("check_4_occupancy", "available -1 of", more_is_promised_than_there_is),
+    ("check_4_occupancy", "allocated", in_kept("references", 2, 0)),
+    ("check_5_identities_are_independent", "without references and pins", in_kept("references", 2, 0)),
+    ("check_5_identities_are_independent", "without a replica", in_kept("device", 2, -1)),
+    ("check_6_frontiers", "exceeds", set_in("main", "spaces", "shared_end", 0, 192)),
+    ("check_7_one_writer", "writer elsewhere", a_page_is_immutable_and_writable),
+    ("check_7_one_writer", "another row", a_shared_page_counts_as_the_row_s_own),
+    ("check_7_one_writer", "writer elsewhere", in_kept("writer", 2, 0)),
+    ("check_7_one_writer", "writer elsewhere", in_row("writer", 1, 0, 1)),
+    ("check_7_one_writer", "beyond the frontier", kept_space("protected_frontier", 131)),
+    ("check_7_one_writer", "beyond the frontier", kept_space("protected_frontier", -1)),
+    ("check_7_one_writer", "protected columns drifted", kept_space("protected_frontier", 129)),
+    ("check_7_one_writer", "protected columns drifted", in_kept("protected", 2, 3)),
+    ("check_7_one_writer", "protectors drifted", in_kept("protectors", 0, 1)),
+    ("check_7_one_writer", "protectors drifted", in_kept("protectors", 1, 3, "mtp")),
+    ("check_7_one_writer", "no inactive space holds", in_kept("references", 0, 1)),
+    ("check_8_shared_pages_are_immutable", "a page at another block", in_row("block", 1, 1, 0)),
+    ("check_8_shared_pages_are_immutable", "main: another block", in_kept("block", 2, 0)),
+    ("check_8_shared_pages_are_immutable", "3 pages, 128", kept_space("frontier", 128)),
+    ("check_8_shared_pages_are_immutable", "3 pages, 193", kept_space("frontier", 193)),
+    ("check_8_shared_pages_are_immutable", "twice in one space", a_page_stands_twice_in_a_continuation),
+    ("check_8_shared_pages_are_immutable", "a page is not full", in_kept("committed", 1, 63)),
+    ("check_8_shared_pages_are_immutable", "another tail", in_kept("committed", 2, 3)),
+    ("check_8_shared_pages_are_immutable", "active references drifted", in_kept("active", 0, 0)),
+    ("check_8_shared_pages_are_immutable", "active references drifted", in_row("active", 1, 1, 0)),
+    ("check_8_shared_pages_are_immutable", "main: references drifted", in_kept("references", 0, 2)),
+    ("check_8_shared_pages_are_immutable", "mtp: references drifted", a_continuation_vanished),
+    ("check_8_shared_pages_are_immutable", "a shared page has a writer", in_kept("writer", 0, 0)),
+    ("check_8_shared_pages_are_immutable", "a shared page is not full", in_row("committed", 2, 1, 63)),
+    ("check_8_shared_pages_are_immutable", "a writer below shared_end", in_row("writer", 1, 0, 1)),
+    ("check_8_shared_pages_are_immutable", "below shared_end is not full", in_row("committed", 1, 0, 63)),
+    ("check_8_shared_pages_are_immutable", "count of pins drifted", the_pages_pins_drifted),
+    ("check_10_entitlement_is_reserved", "entitlement available", set_in("mtp", "spaces", "limit", 3, 256)),
+    ("check_12_rows", "idle row has an entitlement", set_in("main", "spaces", "limit", 4, 64)),
+]
+
 BROKEN: list[tuple[str, str, Corruption]] = [
     ("check_1_one_replica_per_lease", "one page group carries two", two_pages_in_one_group),
     ("check_1_one_replica_per_lease", "table and descriptors disagree", table_names_another_page),
@@ -234,17 +349,30 @@ def check_functions() -> list[str]:
 
 def test_a_store_in_use_passes_every_check() -> None:
     """So that a failure below is the corruption's and nothing else's."""
-    ledgers = store_in_use()
-
-    for name in check_functions():
-        run(name, ledgers)
-    check_ledgers(ledgers)
+    for ledgers in (store_in_use(), store_that_shares()):
+        for name in check_functions():
+            run(name, ledgers)
+        check_ledgers(ledgers)
 
 
 @pytest.mark.parametrize(("name", "message", "corrupt"), BROKEN, ids=[f"{case[0]}-{case[1]}" for case in BROKEN])
 def test_a_broken_law_is_seen(name: str, message: str, corrupt: Corruption) -> None:
     """By the function named after it, and by the sum of all checks.  (C16)"""
     ledgers = store_in_use()
+    corrupt(ledgers)
+
+    with pytest.raises(AssertionError, match=message):
+        run(name, ledgers)
+    with pytest.raises(AssertionError):
+        check_ledgers(ledgers)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "corrupt"), BROKEN_SHARING, ids=[f"{case[0]}-{case[1]}" for case in BROKEN_SHARING]
+)
+def test_a_law_of_sharing_that_is_broken_is_seen(name: str, message: str, corrupt: Corruption) -> None:
+    """Among pages that forks, continuations and a moved row hold.  (C16.7, C16.8)"""
+    ledgers = store_that_shares()
     corrupt(ledgers)
 
     with pytest.raises(AssertionError, match=message):
@@ -274,3 +402,20 @@ def test_no_check_is_hollow() -> None:
 
     assert {name for name, _, _ in BROKEN} | {"check_2_planes_share_one_frontier"} == set(check_functions())
     assert [name for name in check_functions() if f"{name}(" not in called] == []
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in BROKEN_SHARING}))
+def test_every_assertion_of_a_check_has_a_corruption(name: str) -> None:
+    """By the messages: each `assert` of the checks that sharing touches is tripped by a case above."""
+    source = inspect.getsource(getattr(check, name))
+    tripped = set()
+    for case, _, corrupt in (*BROKEN_SHARING, *BROKEN):
+        if case == name:
+            ledgers = store_that_shares() if (case, _, corrupt) in BROKEN_SHARING else store_in_use()
+            corrupt(ledgers)
+            with pytest.raises(AssertionError) as caught:
+                run(name, ledgers)
+            tripped.add(caught.traceback[-1].lineno + 1 - inspect.getsourcelines(getattr(check, name))[1])
+    asserts = {number for number, line in enumerate(source.splitlines()) if line.strip().startswith("assert ")}
+
+    assert asserts - tripped == set()
