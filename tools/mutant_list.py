@@ -276,7 +276,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C13.2", "a snapshot takes a lead", "pagedkv/ledgers.py",
            '        self._require_resumable(sequence, "a snapshot")\n', "", SPECULATION),
     Mutant("C13.2", "a sequence goes on from a lead", "pagedkv/activation.py",
-           'min(committed[name], wanted["main"])', "committed[name]", SPECULATION),
+           'min(own, wanted["main"])', "own", SPECULATION),
     Mutant("C13.3", "retaining does not trim", "pagedkv/ledgers.py",
            "            spaces.trim(keep)\n        kept = {", "            pass\n        kept = {", SPECULATION),
     Mutant("C13.3", "a verify is trimmed at its commit", "pagedkv/ledgers.py",
