@@ -14,7 +14,7 @@
 //   key group   0         1           ...   7           8                   9
 //
 // So the bits of an output row do not depend on batch, width, tile or length of other rows.  A key that is masked for
-// a row is left out by a select, never by a zero weight: 0 * NaN would be NaN.  Read next: `causal_attention.cu`.
+// a row is left out by a select, never by a zero weight: 0 * NaN would be NaN.  Read next: `attention_tiles.cuh`.
 #pragma once
 
 #include "page_address.cuh"

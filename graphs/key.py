@@ -35,10 +35,24 @@ class GraphKey:
         return f"{self.unit}/{self.route} B={self.batch} W={self.width} {mask} {self.profile}"
 
 
-def key_for(config: pk.StoreConfig, *, unit: str, route: pk.Route, batch: int, width: int) -> GraphKey:
-    """Return the key of a masked unit of a store's Main geometry with the default scale."""
-    geometry = config.geometry
+def key_for(
+    config: pk.StoreConfig, *, unit: str, route: pk.Route, batch: int, width: int, pool: str = "main"
+) -> GraphKey:
+    """Return the key of a masked unit of one pool's profile and geometry, with the default scale.
+
+    A draft unit names the pool that it attends in, so that target and draft never share a graph (C3.3, C15.2).
+
+    Raises:
+        MisuseError: the store has no such pool.
+    """
+    profile, geometry = str(config.profile), config.geometry
+    if pool != "main":  # every step asks for a key of Main
+        found = next((known for known in config.pools if known.name == pool), None)
+        if found is None:
+            raise pk.MisuseError(f"a key of pool {pool!r}", expected=f"one of {[own.name for own in config.pools]}",
+                                 got=repr(pool), remedy="name an enabled pool", clause="C3.3")
+        profile, geometry = found.profile.name, found.geometry
     return GraphKey(
-        unit=unit, route=route, batch=batch, width=width, is_masked=True, profile=str(config.profile),
-        geometry=geometry, max_context=config.max_context, scale=geometry.head_dim**-0.5,
+        unit=unit, route=route, batch=batch, width=width, is_masked=True, profile=profile, geometry=geometry,
+        max_context=config.max_context, scale=geometry.head_dim**-0.5,
     )

@@ -76,17 +76,47 @@ class Unit:
             q, out: (B, W, Hq, D) BF16 bits; k, v: (B, W, Hkv, D) BF16 bits; all on the device.
 
         Raises:
+            MisuseError: a pool or layer that the store has not, a pool of other heads than the key's (C15.2), or
+                arrays that the op refuses (C14.2).
+        """
+        self._ops.causal_attention(
+            self._attended_view("attention", layer, pool), q, k, v, out, self.first_positions, self.table_rows,
+            route=self.route, valid_columns=self.valid_columns, scale=self.key.scale, workspace=self._workspace,
+            stream=self.stream,
+        )
+
+    def append_context(self, layer: int, k: Any, v: Any, counts: Any, pool: str = "draft") -> None:
+        """Write the first counts[b] columns of each row at the unit's first positions, and no other byte.  (C14.4)
+
+        The device decides the counts, so a verify unit's accepted columns need no round trip; `first_positions` are
+        those of the unit, which `begin_unit` gave for this pool.
+
+        Args:
+            layer: layer of the pool.
+            k, v: (B, W, Hkv, D) BF16 bits, W of any width; counts: (B,) int32, 0 to W; all on the device.
+
+        Raises:
             MisuseError: a pool or layer that the store has not, or arrays that the op refuses (C14.2).
         """
-        layers = len(self.views.get(pool, ())) if isinstance(pool, str) else 0
-        if type(layer) is not int or not 0 <= layer < layers:
-            counts = {name: len(views) for name, views in self.views.items()}
-            raise pk.MisuseError("attention", expected=f"a layer of {counts}", got=f"layer {layer!r} of pool {pool!r}",
-                                 remedy="count layers from 0 in each pool", clause="C14.1")
-        self._ops.causal_attention(
-            self.views[pool][layer], q, k, v, out, self.first_positions, self.table_rows, route=self.route,
-            valid_columns=self.valid_columns, scale=self.key.scale, workspace=self._workspace,
-            stream=self.stream,
+        self._ops.append_prefix(self._view("an append", layer, pool), k, v, self.first_positions, counts,
+                                self.table_rows, stream=self.stream)
+
+    def attend_context(self, layer: int, q: Any, k: Any, v: Any, out: Any, pool: str = "draft") -> None:
+        """Let every live column see the paged context before first_positions, and all live rows of k, v.  (C14.4)
+
+        Non-causal; k and v are stored nowhere, and the cache is only read.
+
+        Args:
+            layer: layer of the pool.
+            q, out: (B, W, Hq, D) BF16 bits; k, v: (B, W, Hkv, D) BF16 bits; all on the device.
+
+        Raises:
+            MisuseError: a pool or layer that the store has not, a pool of other heads than the key's (C15.2), or
+                arrays that the op refuses (C14.2).
+        """
+        self._ops.context_attention(
+            self._attended_view("context attention", layer, pool), q, k, v, out, self.first_positions, self.table_rows,
+            valid_columns=self.valid_columns, scale=self.key.scale, workspace=self._workspace, stream=self.stream,
         )
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -127,6 +157,30 @@ class Unit:
         model.enqueue(self)
         self.device.copy(self.control.egress_host, self.control.egress_device, self.stream)
 
+    def _view(self, what: str, layer: int, pool: str) -> pk.PagedKVBatchLayerView:
+        """Return the view of a layer; refuse one that the store has not.  (C14.1)"""
+        layers = len(self.views.get(pool, ())) if isinstance(pool, str) else 0
+        if type(layer) is not int or not 0 <= layer < layers:
+            counts = {name: len(views) for name, views in self.views.items()}
+            raise pk.MisuseError(what, expected=f"a layer of {counts}", got=f"layer {layer!r} of pool {pool!r}",
+                                 remedy="count layers from 0 in each pool", clause="C14.1")
+        return self.views[pool][layer]
+
+    def _attended_view(self, what: str, layer: int, pool: str) -> pk.PagedKVBatchLayerView:
+        """Return the view of a layer; the scale is the key's, so a pool of another shape is refused.  (C15.2)"""
+        view = self._view(what, layer, pool)
+        geometry = self.key.geometry
+        if (view.profile.name, view.kv_heads, view.head_dim) != (
+            self.key.profile, geometry.kv_heads, geometry.head_dim,
+        ):
+            raise pk.MisuseError(
+                f"{what} in pool {pool} by unit {self.key}",
+                expected=f"{view.profile.name} of {view.kv_heads} KV heads and head_dim {view.head_dim}, as the pool",
+                got=f"a key of {self.key.profile}, {geometry.kv_heads} KV heads and head_dim {geometry.head_dim}",
+                remedy=f"build the key with key_for(pool={pool!r})", clause="C15.2",
+            )
+        return view
+
     def _require_planned(self, config: pk.StoreConfig, key: GraphKey) -> None:
         """Refuse a key that is no shape of this store, or wider than its buffers were planned for.  (C5.4, C15.2)
 
@@ -134,13 +188,16 @@ class Unit:
             ConfigError: names the option to raise.
             MisuseError: numbers that no unit has, or another store's profile, geometry or max_context.
         """
-        geometry = config.geometry
+        pools = [(pool.profile.name, pool.geometry) for pool in config.pools]
+        geometry = next((known for profile, known in pools if (profile, known) == (key.profile, key.geometry)),
+                        config.geometry)
         pk.AttentionShape(key.route, key.batch, key.width, geometry.query_heads, geometry.kv_heads, geometry.head_dim,
                           config.max_context)  # refuses another route, and a B or W that the route has not
-        mine = (str(config.profile), geometry, config.max_context)
-        if (key.profile, key.geometry, key.max_context) != mine or type(key.scale) is not float:
+        is_mine = (key.profile, key.geometry) in pools and key.max_context == config.max_context
+        if not is_mine or type(key.scale) is not float:
+            own = " or ".join(f"{profile}, {known}" for profile, known in pools)
             raise pk.MisuseError(
-                f"unit {key}", expected=f"the store's own {mine[0]}, {geometry}, max_context {mine[2]}, a float scale",
+                f"unit {key}", expected=f"the store's own {own}, max_context {config.max_context}, a float scale",
                 got=f"{key.profile}, {key.geometry}, max_context {key.max_context}, scale {key.scale!r}",
                 remedy="build the key with key_for of the store's configuration", clause="C15.2",
             )

@@ -2,6 +2,7 @@
 
     route decode    any B, W 1 to 16     workspace: one partial result for every query row and key group
     route prefill   B = 1, any W         no workspace
+    context         as route decode      the same workspace: the temporary rows leave no partial result there
 
 A partial result is (m, l, O[D]) in FP32.  Key groups cover fixed absolute positions, so their number follows from
 max_context alone: 1024 tokens are 2 groups, and a decode of 8 rows, 24 heads and D = 256 needs 8*24*2*258*4 bytes.
@@ -26,7 +27,7 @@ QUERY_ROWS_MAX = 1 << 30
 """Query rows are int32 on the device, tiles included."""
 
 # The fixed order of attention's partial results; the same numbers stand in cuda_src/softmax.cuh and
-# cuda_src/causal_attention.cu, and a test compares them.
+# cuda_src/attention_tiles.cuh, and a test compares them.
 SHORT_GROUP_TOKENS = 512
 LONG_GROUP_TOKENS = 2048
 SHORT_GROUPS_END_TOKENS = 4096
@@ -93,7 +94,7 @@ def workspace_bytes(shape: AttentionShape) -> int:
     """Return the bytes of workspace that one attention call needs; monotone in every number of the shape.  (C14.4)
 
     decode: (m, l, O[D]) in FP32 for every query row and key group, and nothing while one key group covers
-    max_context; prefill: nothing.
+    max_context; prefill: nothing.  Context attention needs what a decode of its shape needs.
     """
     if shape.route == "prefill" or shape.groups == 1:
         return 0

@@ -23,6 +23,7 @@ from pagedkv.errors import ConfigError
 from pagedkv.packed_planes import PackedPlanes
 from pagedkv.planes import PageOrder, PlaneGeometry, plane_inventory
 from pagedkv.profiles import (
+    HEAD_DIMS_CONTEXT,
     KV_HEADS_MAX,
     PROFILES,
     QUERY_HEADS_MAX,
@@ -143,7 +144,7 @@ class DraftFullBackend:
     """A draft with full-attention layers: its own head-major BF16 pool.  (C3.3, C3.4)
 
     Raises:
-        ConfigError: no KVGeometry, or a head_dim that bf16 does not support.
+        ConfigError: no KVGeometry, or a head_dim other than 64 and 128: context attention has no other kernels.
     """
 
     geometry: KVGeometry
@@ -152,7 +153,10 @@ class DraftFullBackend:
         if not isinstance(self.geometry, KVGeometry):
             raise ConfigError("DraftFullBackend.geometry", expected="a KVGeometry", got=repr(self.geometry),
                               remedy="describe the draft's own attention", clause="C3.4")
-        check_head_dim(PROFILES["bf16"], self.geometry.head_dim)
+        if self.geometry.head_dim not in HEAD_DIMS_CONTEXT:
+            raise ConfigError("head_dim of a Draft Full backend", expected=" or ".join(map(str, HEAD_DIMS_CONTEXT)),
+                              got=repr(self.geometry.head_dim),
+                              remedy="use a draft whose head_dim context attention serves", clause="C4.5")
 
 
 Backend = MTPBackend | DraftFullBackend

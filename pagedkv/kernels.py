@@ -4,6 +4,8 @@
     bf16_d64, ...     append.cu, causal_attention.cu   PK_PROFILE, PK_HEAD_DIM  append_rows, append_prefix,
                                                                                 encode_unrotated,
                                                                                 causal_attention_{decode,merge,prefill}
+    context_d64, ...  context_attention.cu             PK_PROFILE, PK_HEAD_DIM  context_attention,
+                                                                                context_attention_merge
     page_moves        page_moves.cu                    -                        fill_pages, pack_pages, unpack_pages,
                                                                                 copy_columns, bf16_from_f32,
                                                                                 f32_from_bf16
@@ -18,7 +20,15 @@ Read next: `ops.py`; the kernels themselves start at `cuda_src/page_address.cuh`
 from __future__ import annotations
 
 from pagedkv.devices.protocol import ModuleSpec
-from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES, Profile, check_head_dim, resolve_profile
+from pagedkv.errors import ConfigError
+from pagedkv.profiles import (
+    HEAD_DIMS_CONTEXT,
+    HEAD_DIMS_QUANTIZED,
+    PROFILES,
+    Profile,
+    check_head_dim,
+    resolve_profile,
+)
 
 PROFILE_NUMBERS: dict[str, int] = {"bf16": 0, "int8-g64": 1, "fp8-e4m3-row": 2, "nvfp4-g16": 3, "k8v4": 4}
 """PK_PROFILE in `cuda_src/codec.cuh`."""
@@ -43,6 +53,22 @@ def attention_module(profile: str | Profile, head_dim: int) -> ModuleSpec:
     )
 
 
+def context_module(head_dim: int) -> ModuleSpec:
+    """Return the module with context attention over a BF16 draft pool of one head_dim.
+
+    Raises:
+        ConfigError: a head_dim other than 64 and 128 (C14.4).
+    """
+    if type(head_dim) is not int or head_dim not in HEAD_DIMS_CONTEXT:
+        raise ConfigError("head_dim of context attention", expected=" or ".join(map(str, HEAD_DIMS_CONTEXT)),
+                          got=repr(head_dim), remedy="use a draft of a supported head_dim", clause="C14.4")
+    return ModuleSpec(
+        name=f"context_d{head_dim}",
+        sources=("context_attention.cu",),
+        defines=(("PK_PROFILE", str(PROFILE_NUMBERS["bf16"])), ("PK_HEAD_DIM", str(head_dim))),
+    )
+
+
 def page_moves_module() -> ModuleSpec:
     """Return the module of kernels that know no profile."""
     return ModuleSpec(name="page_moves", sources=("page_moves.cu",), defines=())
@@ -61,6 +87,7 @@ def shipped_modules() -> tuple[ModuleSpec, ...]:
             for profile in PROFILES.values()
             for head_dim in (HEAD_DIMS_QUANTIZED if profile.is_quantized else SHIPPED_HEAD_DIMS_BF16)
         ),
+        *(context_module(head_dim) for head_dim in HEAD_DIMS_CONTEXT),
         page_moves_module(),
         linear_module(),
     )

@@ -174,12 +174,17 @@ def _unit_slabs(config: StoreConfig, pools: tuple[PoolConfig, ...]) -> list[Slab
 
 
 def _workspace_bytes(config: StoreConfig, pool: PoolConfig) -> int:
-    """Return the workspace of a pool's widest units; it is monotone in B and W, so no narrower unit needs more."""
+    """Return the workspace of a pool's widest units; it is monotone in B and W, so no narrower unit needs more.
+
+    A head-major pool is read by context attention alone, whose workspace is that of a decode of its shape.
+    """
     geometry = pool.geometry
     decode = AttentionShape(
         "decode", config.max_concurrency, config.decode_columns, geometry.query_heads, geometry.kv_heads,
         geometry.head_dim, config.max_context,
     )
+    if pool.order == "head-major":
+        return workspace_bytes(decode)
     prefill = AttentionShape(
         "prefill", 1, config.prefill_columns_max, geometry.query_heads, geometry.kv_heads, geometry.head_dim,
         config.max_context,

@@ -2,6 +2,7 @@
 
     append, append_prefix                     write K and V rows through the codec
     causal_attention, causal_attention_cached append then attend; attend only
+    context_attention                         a draft block attends to the whole context and to itself
     zero_pages, fill_pages                    clear whole page groups, or fill them with a word
     pack_pages, unpack_pages                  gather and scatter whole page groups, for transfers
     copy_columns                              copy a page group's committed columns to another (C10.5)
@@ -11,8 +12,8 @@
 Every op allocates nothing, synchronizes nothing and takes its stream.  Everything is checked before the first launch: a
 refusal changes nothing.  Arrays are device arrays in NumPy order, C-contiguous; BF16 is uint16 bits:
 
-    q, out (B, W, Hq, D)   k, v (B, W, Hkv, D)   first_positions, valid_columns, counts, table_rows (B,) int32
-    lse (B, W, Hq) float32   workspace uint8, at least `workspace_bytes`
+    q, out (B, W, Hq, D)   k, v (B, W, Hkv, D)   lse (B, W, Hq) float32   workspace uint8, at least `workspace_bytes`
+    first_positions, context_lengths, valid_columns, counts, table_rows (B,) int32
 
 What cannot be checked without reading the device stays with the caller: mapped blocks, distinct table rows, positions
 below max_context, -1 rows only where no column is live (C14.2, C14.4).
@@ -23,18 +24,18 @@ Read next: `cuda_src/append.cu`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from pagedkv.attention_shape import AttentionShape, Route, workspace_bytes
-from pagedkv.devices.protocol import Array, Device, Kernel, Stream
+from pagedkv.devices.protocol import Array, Device, Kernel, ModuleSpec, Stream
 from pagedkv.errors import MisuseError
-from pagedkv.kernels import attention_module, page_moves_module
+from pagedkv.kernels import attention_module, context_module, page_moves_module
 from pagedkv.packed_planes import PackedPlanes
-from pagedkv.planes import PlaneGeometry
-from pagedkv.profiles import ROLES, Profile, plane_schema, resolve_profile
+from pagedkv.planes import PageOrder, PlaneGeometry
+from pagedkv.profiles import HEAD_DIMS_CONTEXT, ROLES, Profile, plane_schema, resolve_profile
 from pagedkv.quantities import PAGE_TOKENS, ROW_ALIGN_BYTES, ceil_div
 from pagedkv.views import PagedKVBatchLayerView, check_aligned, check_array, check_disjoint, describe
 
@@ -51,21 +52,31 @@ MOVE_PAGES_THREADS = 128
 PAGES_MAX = 1 << 31
 """Page ids are int32 everywhere on a device (C11.1)."""
 
+ATTENTION_KERNELS = ("append_rows", "append_prefix", "encode_unrotated", "causal_attention_decode",
+                     "causal_attention_merge", "causal_attention_prefill")
+CONTEXT_KERNELS = ("context_attention", "context_attention_merge")
+PAGE_MOVE_KERNELS = ("fill_pages", "pack_pages", "unpack_pages", "copy_columns", "bf16_from_f32", "f32_from_bf16")
+
 
 class Ops:
     """The kernels' wrappers on one device; modules load at first use, or all at once by `prepare`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._kernels: dict[tuple[str, int], dict[str, Kernel]] = {}
+        self._kernels: dict[tuple[str, str, int], dict[str, Kernel]] = {}
 
-    def prepare(self, profile: str | Profile, head_dim: int) -> None:
+    def prepare(self, profile: str | Profile, head_dim: int, *, order: PageOrder = "page-major") -> None:
         """Compile and load every kernel of one (profile, head_dim), so that a capture need not.
 
+        Args:
+            order: "head-major" adds context attention, which the BF16 planes of a draft have.
+
         Raises:
-            ConfigError: a profile or head_dim outside C4.5.
+            ConfigError: a profile or head_dim outside C4.5, or a head-major one outside context attention's (C14.4).
         """
         self._attention_kernels(resolve_profile(profile), head_dim)
+        if order == "head-major":
+            self._context_kernels(head_dim)
         self._page_moves()
 
     # ---- append ----------------------------------------------------------------------------------------------------
@@ -120,8 +131,8 @@ class Ops:
             MisuseError: an array of another dtype, shape or layout, arrays that overlap, a workspace that is too small,
                 W or B outside the route, or a scale that is not finite.
         """
-        shape, factor = self._check_attention(view, q, out, first_positions, table_rows, route, valid_columns, scale,
-                                              lse, workspace, (("k", k), ("v", v)))
+        shape, factor = self._check_causal(view, q, out, first_positions, table_rows, route, valid_columns, scale, lse,
+                                           workspace, (("k", k), ("v", v)))
         self._check_append(view, k, v, first_positions, table_rows, valid_columns, "valid_columns")
         self._launch_append("append_rows", view, k, v, first_positions, table_rows, valid_columns, stream)
         self._launch_attention(shape, view, q, out, first_positions, table_rows, valid_columns, factor, lse, workspace,
@@ -139,10 +150,40 @@ class Ops:
         Raises:
             MisuseError: as `causal_attention`.
         """
-        shape, factor = self._check_attention(view, q, out, first_positions, table_rows, route, valid_columns, scale,
-                                              lse, workspace, ())
+        shape, factor = self._check_causal(view, q, out, first_positions, table_rows, route, valid_columns, scale, lse,
+                                           workspace, ())
         self._launch_attention(shape, view, q, out, first_positions, table_rows, valid_columns, factor, lse, workspace,
                                stream)
+
+    def context_attention(
+        self, view: PagedKVBatchLayerView, q: Array, k: Array, v: Array, out: Array, context_lengths: Array,
+        table_rows: Array, *, valid_columns: Array | None = None, scale: float | None = None, lse: Array | None = None,
+        workspace: Array | None, stream: Stream,
+    ) -> None:
+        """Let each live column of row b see positions [0, context_lengths[b]) and every live row of k, v.  (C14.4)
+
+        Launches: 1, or 2 where max_context spans several key groups.  Non-causal; no byte of the cache changes, and k,
+        v are stored nowhere.  Inert columns give exact +0 (lse -infinity), and their inputs are not read.
+
+        Args:
+            view: of a draft pool: head-major, bf16, D 64 or 128.
+            q, k, v: W from 1 to 16 columns; k and v are the temporary rows.
+            context_lengths: (B,) int32 on the device, 0 <= n_b <= max_context; where 0, no table entry is read.
+            scale, lse: as of `causal_attention`.
+            workspace: `workspace_bytes` of the decode AttentionShape of the call; None where that is 0.
+
+        Raises:
+            MisuseError: a view that is not a draft pool's; else as `causal_attention`.
+        """
+        _check_draft_view(view)
+        shape, factor = self._check_attention(view, q, out, ("context_lengths", context_lengths), table_rows, "decode",
+                                              valid_columns, scale, lse, workspace, (("k", k), ("v", v)))
+        kernels = self._context_kernels(view.head_dim)
+        arguments = (
+            q, k, v, out, lse, *view.code_arguments, view.block_table, np.int32(view.block_table.shape[1]),
+            context_lengths, table_rows, valid_columns, *_attention_numbers(shape, factor, workspace),
+        )
+        self._launch_split(kernels["context_attention"], kernels["context_attention_merge"], shape, arguments, stream)
 
     # ---- pages and conversions -------------------------------------------------------------------------------------
 
@@ -336,22 +377,23 @@ class Ops:
     # ---- kernels ---------------------------------------------------------------------------------------------------
 
     def _attention_kernels(self, profile: Profile, head_dim: int) -> dict[str, Kernel]:
-        kernels = self._kernels.get((profile.name, head_dim))
-        if kernels is None:
-            module = self._device.load(attention_module(profile, head_dim))
-            names = ("append_rows", "append_prefix", "encode_unrotated", "causal_attention_decode",
-                     "causal_attention_merge", "causal_attention_prefill")
-            kernels = {name: module.kernel(name) for name in names}
-            self._kernels[profile.name, head_dim] = kernels
-        return kernels
+        return self._loaded(("attention", profile.name, head_dim), lambda: attention_module(profile, head_dim),
+                            ATTENTION_KERNELS)
+
+    def _context_kernels(self, head_dim: int) -> dict[str, Kernel]:
+        return self._loaded(("context", "bf16", head_dim), lambda: context_module(head_dim), CONTEXT_KERNELS)
 
     def _page_moves(self) -> dict[str, Kernel]:
-        kernels = self._kernels.get(("", 0))
+        return self._loaded(("page moves", "", 0), page_moves_module, PAGE_MOVE_KERNELS)
+
+    def _loaded(
+        self, key: tuple[str, str, int], spec: Callable[[], ModuleSpec], names: Sequence[str]
+    ) -> dict[str, Kernel]:
+        """Return kernels by name, loaded at the first use of `key`; a hit costs one look-up."""
+        kernels = self._kernels.get(key)
         if kernels is None:
-            module = self._device.load(page_moves_module())
-            names = ("fill_pages", "pack_pages", "unpack_pages", "copy_columns", "bf16_from_f32", "f32_from_bf16")
-            kernels = {name: module.kernel(name) for name in names}
-            self._kernels["", 0] = kernels
+            module = self._device.load(spec())
+            kernels = self._kernels[key] = {name: module.kernel(name) for name in names}
         return kernels
 
     def _launch_append(
@@ -374,22 +416,25 @@ class Ops:
         stream: Stream,
     ) -> None:
         kernels = self._attention_kernels(view.profile, view.head_dim)
-        is_split = shape.route == "decode" and shape.groups > 1
         arguments = (
             q, out, lse, *view.arguments, view.block_table, np.int32(view.block_table.shape[1]), first_positions,
-            table_rows, valid_columns, np.int32(shape.width), np.int32(shape.kv_heads),
-            np.int32(shape.query_heads // shape.kv_heads), np.float32(scale * math.log2(math.e)),
-            workspace if is_split else None, np.int32(shape.groups),
+            table_rows, valid_columns, *_attention_numbers(shape, scale, workspace),
         )
-        block = (ATTENTION_THREADS, 1, 1)
         if shape.route == "prefill":
-            kernels["causal_attention_prefill"].launch((shape.tiles, shape.kv_heads, 1), block, arguments, stream)
+            grid = (shape.tiles, shape.kv_heads, 1)
+            kernels["causal_attention_prefill"].launch(grid, (ATTENTION_THREADS, 1, 1), arguments, stream)
             return
-        grid = (shape.groups * shape.tiles, shape.kv_heads, shape.batch)
-        kernels["causal_attention_decode"].launch(grid, block, arguments, stream)
-        if is_split:
-            grid = (shape.tiles, shape.kv_heads, shape.batch)
-            kernels["causal_attention_merge"].launch(grid, block, arguments, stream)
+        self._launch_split(kernels["causal_attention_decode"], kernels["causal_attention_merge"], shape, arguments,
+                           stream)
+
+    def _launch_split(
+        self, attend: Kernel, merge: Kernel, shape: AttentionShape, arguments: tuple[object, ...], stream: Stream
+    ) -> None:
+        """Launch one block for each tile and key group, and the merge where there are several groups."""
+        block = (ATTENTION_THREADS, 1, 1)
+        attend.launch((shape.groups * shape.tiles, shape.kv_heads, shape.batch), block, arguments, stream)
+        if shape.groups > 1:
+            merge.launch((shape.tiles, shape.kv_heads, shape.batch), block, arguments, stream)
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
@@ -404,7 +449,7 @@ class Ops:
             raise MisuseError("k", expected="at least one row and one column", got=describe(k),
                               remedy="skip the call when there is nothing to append", clause="C14.4")
         check_array("v", v, np.uint16, k.shape, "C14.4")
-        selectors = _check_selectors(batch, first_positions, table_rows, (live_name, live))
+        selectors = _check_selectors(batch, ("first_positions", first_positions), table_rows, (live_name, live))
         for name, array in (("k", k), ("v", v)):
             check_aligned(name, array, ROW_ALIGN_BYTES, "C3.10")
         if live is None and width > view.max_context:
@@ -412,21 +457,30 @@ class Ops:
         check_disjoint((("k", k), ("v", v), *selectors, *view.named_arrays),
                        writes=set(ROLES))
 
-    def _check_attention(
+    def _check_causal(
         self, view: PagedKVBatchLayerView, q: Array, out: Array, first_positions: Array, table_rows: Array,
         route: Route, valid_columns: Array | None, scale: float | None, lse: Array | None, workspace: Array | None,
         rows: Sequence[tuple[str, Array]],
     ) -> tuple[AttentionShape, float]:
         _check_view(view)
+        checked = self._check_attention(view, q, out, ("first_positions", first_positions), table_rows, route,
+                                        valid_columns, scale, lse, workspace, rows)
+        if valid_columns is None and checked[0].width > view.max_context:
+            raise _too_wide(checked[0].width, view.max_context)
+        return checked
+
+    def _check_attention(
+        self, view: PagedKVBatchLayerView, q: Array, out: Array, positions: tuple[str, Array], table_rows: Array,
+        route: Route, valid_columns: Array | None, scale: float | None, lse: Array | None, workspace: Array | None,
+        rows: Sequence[tuple[str, Array]],
+    ) -> tuple[AttentionShape, float]:
         check_array("q", q, np.uint16, (None, None, None, view.head_dim), "C14.4")
         batch, width, query_heads = (int(extent) for extent in q.shape[:3])
         shape = AttentionShape(route, batch, width, query_heads, view.kv_heads, view.head_dim, view.max_context)
         check_array("out", out, np.uint16, q.shape, "C14.4")
         for name, array in rows:
             check_array(name, array, np.uint16, (batch, width, view.kv_heads, view.head_dim), "C14.4")
-        selectors = _check_selectors(batch, first_positions, table_rows, ("valid_columns", valid_columns))
-        if valid_columns is None and width > view.max_context:
-            raise _too_wide(width, view.max_context)
+        selectors = _check_selectors(batch, positions, table_rows, ("valid_columns", valid_columns))
         written: list[tuple[str, Array]] = [("out", out)]
         if lse is not None:
             check_array("lse", lse, np.float32, (batch, width, query_heads), "C14.4")
@@ -440,7 +494,7 @@ class Ops:
         if given_bytes < needed_bytes:
             raise MisuseError("the workspace", expected=f"at least {needed_bytes} bytes", got=f"{given_bytes} bytes",
                               remedy="size it with workspace_bytes", clause="C14.4", needed_bytes=needed_bytes)
-        for name, array in (("q", q), ("out", out)):
+        for name, array in (("q", q), ("out", out), *rows):
             check_aligned(name, array, ROW_ALIGN_BYTES, "C3.10")
         check_disjoint((("q", q), *rows, *written, *selectors, *view.named_arrays),
                        writes={name for name, _ in written})
@@ -467,10 +521,19 @@ def _check_plane(plane: Array, geometry: PlaneGeometry) -> None:
     check_aligned(name, plane, ROW_ALIGN_BYTES, "C3.10")
 
 
+def _attention_numbers(shape: AttentionShape, scale: float, workspace: Array | None) -> tuple[object, ...]:
+    """Return the last arguments of every attention kernel: W, Hkv, group, scale in base 2, workspace, key groups."""
+    is_split = shape.route == "decode" and shape.groups > 1
+    return (
+        np.int32(shape.width), np.int32(shape.kv_heads), np.int32(shape.query_heads // shape.kv_heads),
+        np.float32(scale * math.log2(math.e)), workspace if is_split else None, np.int32(shape.groups),
+    )
+
+
 def _check_selectors(
-    batch: int, first_positions: Array, table_rows: Array, live: tuple[str, Array | None]
+    batch: int, positions: tuple[str, Array], table_rows: Array, live: tuple[str, Array | None]
 ) -> list[tuple[str, Any]]:
-    selectors = [("first_positions", first_positions), ("table_rows", table_rows)]
+    selectors = [positions, ("table_rows", table_rows)]
     if live[1] is not None:
         selectors.append(live)
     for name, array in selectors:
@@ -494,6 +557,15 @@ def _checked_integer(name: str, value: object, first: int, last: int) -> int:
         raise MisuseError(name, expected=f"an integer from {first} to {last}", got=repr(value),
                           remedy="take page ids and columns from the ledgers", clause="C10.5")
     return int(value)
+
+
+def _check_draft_view(view: object) -> None:
+    _check_view(view)
+    assert isinstance(view, PagedKVBatchLayerView)
+    if view.order != "head-major" or view.profile.is_quantized or view.head_dim not in HEAD_DIMS_CONTEXT:
+        raise MisuseError("the view of context attention", expected="head-major bf16 planes of head_dim 64 or 128",
+                          got=f"{view.order} {view.profile.name} planes of head_dim {view.head_dim}",
+                          remedy="pass a layer of the pool draft; other pools have causal_attention", clause="C14.4")
 
 
 def _checked_scale(scale: float | None, head_dim: int) -> float:

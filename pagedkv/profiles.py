@@ -30,6 +30,8 @@ ROLES: tuple[Role, ...] = ("k_code", "v_code", "k_scale", "v_scale")
 
 HEAD_DIMS_BF16 = tuple(range(16, 257, 16))
 HEAD_DIMS_QUANTIZED = (64, 128, 256)
+HEAD_DIMS_CONTEXT = (64, 128)
+"""Of `context_attention`, so of a Draft Full pool (C14.4)."""
 QUERY_GROUP_MAX = 16
 KV_HEADS_MAX = 4096
 QUERY_HEADS_MAX = KV_HEADS_MAX * QUERY_GROUP_MAX

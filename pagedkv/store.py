@@ -103,7 +103,7 @@ class Store(StoreLife):
             for pool in config.pools
         }
         for pool in config.pools:
-            self.ops.prepare(pool.profile, pool.geometry.head_dim)
+            self.ops.prepare(pool.profile, pool.geometry.head_dim, order=pool.order)
         self._events: dict[int, Event] = {}
         self._completed: set[int] = set()
         self.sanitizer: Sanitizer | None = None

@@ -94,6 +94,11 @@ class PagedKVBatchLayerView:
         return (self.k_pages, self.v_pages, self.k_scales, self.v_scales, *strides)
 
     @property
+    def code_arguments(self) -> tuple[object, ...]:
+        """The same of the code planes alone, for kernels of planes without scales."""
+        return (*self.arguments[:2], *self.arguments[4:8])
+
+    @property
     def pages(self) -> int:
         """N: page groups of the pool."""
         return self.geometries[0].pages

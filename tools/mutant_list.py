@@ -322,10 +322,10 @@ MUTANTS: tuple[Mutant, ...] = (
            "np.int32(columns * geometry.row_bytes)", "np.int32((columns - 1) * geometry.row_bytes)", (COPIES,)),
     Mutant("C10.5", "a tail's copy takes what lies behind the frontier", "cuda_src/page_moves.cu",
            "at < word_bytes;", "at < head_bytes;", (COPIES,)),
-    Mutant("C14.5", "a query does not see its own key", "cuda_src/causal_attention.cu",
+    Mutant("C14.5", "a query does not see its own key", "cuda_src/attention_tiles.cuh",
            "if (page_begin + key > row_positions[r]) scores[half][r] = -infinity();",
            "if (page_begin + key >= row_positions[r]) scores[half][r] = -infinity();", (ATTENTION,)),
-    Mutant("C14.6", "masked keys weigh zero instead of being left out", "cuda_src/causal_attention.cu",
+    Mutant("C14.6", "masked keys weigh zero instead of being left out", "cuda_src/attention_tiles.cuh",
            "if (page_begin + key <= row_positions[r]) o[r] = fused(weights[key * kRows + r], value, o[r]);",
            "o[r] = fused(weights[key * kRows + r], value, o[r]);", (INVARIANCE, ATTENTION)),
     # ---- graphs

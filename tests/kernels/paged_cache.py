@@ -66,7 +66,7 @@ class PagedCache:
         """
         stream = device.stream()
         geometries = plane_inventory(
-            profile, layers=1, kv_heads=kv_heads, head_dim=head_dim, pages=int(table.max()) + 2, order=order
+            profile, layers=1, kv_heads=kv_heads, head_dim=head_dim, pages=max(int(table.max()), 0) + 2, order=order
         )
         planes: dict[str, Array] = {}
         for geometry in geometries:
@@ -166,6 +166,22 @@ class PagedCache:
                 valid_columns=valid, scale=scale, lse=lse, workspace=workspace, stream=self.stream,
             )  # fmt: skip
         return self.get(out), None if lse is None else self.get(lse)
+
+    def attend_context(
+        self, q: Bits, k: Bits, v: Bits, context_lengths: list[int], table_rows: list[int], *,
+        valid_columns: list[int] | None = None, scale: float | None = None,
+    ) -> tuple[Bits, npt.NDArray[np.float32]]:
+        """Run context attention of host queries (B, W, Hq, D) and temporary rows (B, W, Hkv, D); give out and lse."""
+        out, lse = self.put(np.full(q.shape, MARK_BF16, np.uint16)), self.put(np.full(q.shape[:3], np.float32(np.nan)))
+        batch, width, query_heads, head_dim = q.shape
+        shape = AttentionShape("decode", batch, width, query_heads, self.view.kv_heads, head_dim, self.view.max_context)
+        needed = workspace_bytes(shape)
+        self.ops.context_attention(
+            self.view, self.put(q), self.put(k), self.put(v), out, self.ints(context_lengths), self.ints(table_rows),
+            valid_columns=None if valid_columns is None else self.ints(valid_columns), scale=scale, lse=lse,
+            workspace=self.device.empty((needed,), np.uint8) if needed else None, stream=self.stream,
+        )  # fmt: skip
+        return self.get(out), self.get(lse)
 
 
 def to_device(device: Device, stream: Stream, array: npt.NDArray[Any]) -> Array:

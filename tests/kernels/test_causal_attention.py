@@ -304,7 +304,7 @@ def _planes(cache: PagedCache) -> list[Any]:
 def test_key_group_constants_stand_in_both_languages() -> None:
     """The numbers that size launches are the kernels' own."""
     softmax = (ROOT / "cuda_src" / "softmax.cuh").read_text(encoding="utf-8")
-    attention = (ROOT / "cuda_src" / "causal_attention.cu").read_text(encoding="utf-8")
+    attention = (ROOT / "cuda_src" / "attention_tiles.cuh").read_text(encoding="utf-8")
 
     def constant(text: str, name: str) -> int:
         found = re.search(rf"constexpr int {name} = (\d+);", text)

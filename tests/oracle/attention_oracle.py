@@ -134,6 +134,28 @@ def attend(
     return out, lse
 
 
+def attend_context(q: Bits, context: StoredRows | None, k: Bits, v: Bits, *, scale: float) -> tuple[Floats, Floats]:
+    """Return out (V, Hq, D) and lse (V, Hq) in FP64 for the live columns of one draft block; non-causal.
+
+    q: (V, Hq, D), k, v: (V, Hkv, D), BF16 bits of the live columns alone; context: the paged rows, None where there
+    are none.  Every column sees every context row and every row of k and v.
+    """
+    live, query_heads, head_dim = q.shape
+    group_size = query_heads // k.shape[1]
+    all_k, all_v = bf16_values(k), bf16_values(v)
+    if context is not None:
+        all_k, all_v = np.concatenate([context.k, all_k]), np.concatenate([context.v, all_v])
+    queries = bf16_values(q)
+    out, lse = np.zeros((live, query_heads, head_dim)), np.zeros((live, query_heads))
+    for column in range(live):
+        for head in range(query_heads):
+            scores = scale * (all_k[:, head // group_size] @ queries[column, head])
+            weights = np.exp(scores - scores.max())
+            out[column, head] = (weights @ all_v[:, head // group_size]) / weights.sum()
+            lse[column, head] = scores.max() + np.log(weights.sum())
+    return out, lse
+
+
 @dataclass(frozen=True)
 class Criterion:
     """The bounds of codecs 7."""
@@ -155,4 +177,5 @@ class Criterion:
         return relative_l2
 
 
+CONTEXT_CRITERION = Criterion(3.0e-3, 3.0e-4, 2.0**-7)
 CRITERIA = {name: Criterion(2.8e-3 if name == "bf16" else 3.2e-3, 1.0e-3, 2.0**-7) for name in FORMATS}
