@@ -1,4 +1,4 @@
-"""One run of every kernel of a module, for comparing executions: all results, and every byte of every plane.
+"""One run of every kernel of a (profile, head_dim), for comparing executions: results, and every byte of planes.
 
 Planes start as the device allocates them, unwritten, which is 0xFF in all of them.
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.ops import Ops
-from pagedkv.profiles import PROFILES, plane_schema
+from pagedkv.profiles import HEAD_DIMS_CONTEXT, PROFILES, plane_schema
 from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table
 
 Results = dict[str, npt.NDArray[Any]]
@@ -22,8 +22,10 @@ BF16_NAN = 0x7FC0
 
 
 def run_every_kernel(device: Any, profile: str, head_dim: int) -> Results:
-    """Run every kernel of one module and return what it wrote."""
+    """Run every kernel of one (profile, head_dim), context attention's too, and return what they wrote."""
     results = append_and_attend(device, profile, head_dim)
+    if profile == "bf16" and head_dim in HEAD_DIMS_CONTEXT:
+        results |= attend_contexts(device, head_dim)
     if PROFILES[profile].is_quantized:
         results |= encode_rows(device, profile, head_dim)
     return results
@@ -50,6 +52,19 @@ def append_and_attend(device: Any, profile: str, head_dim: int) -> Results:
     assert lse is not None
     results["prefill lse"] = lse
     return {**results, **cache.host_planes()}
+
+
+def attend_contexts(device: Any, head_dim: int) -> Results:
+    """Draft blocks over an empty context, one key group and two; dead columns, NaN in a dead and in a live row."""
+    rng = np.random.default_rng(23)
+    cache = PagedCache.build(device, "bf16", head_dim=head_dim, order="head-major", rng=None,
+                             table=scattered_table(4, 9, permutation=rng))  # fmt: skip
+    for row, tokens in ((0, 515), (1, 70), (3, 512)):
+        cache.fill(rng, row, tokens)
+    q, k, v = (bf16_noise(rng, (4, 5, heads, head_dim)) for heads in (6, 2, 2))
+    k[2, 3:], v[2, 3:], k[3, 1] = BF16_NAN, BF16_NAN, BF16_NAN
+    out, lse = cache.attend_context(q, k, v, [515, 70, 0, 512], [0, 1, 2, 3], valid_columns=[5, 1, 3, 2])
+    return {"context": out, "context lse": lse, **{f"draft {role}": p for role, p in cache.host_planes().items()}}
 
 
 def encode_rows(device: Any, profile: str, head_dim: int) -> Results:

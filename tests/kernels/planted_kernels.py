@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.tools.kernel_set import read_headers
@@ -21,6 +21,7 @@ from tests.kernels import (
     test_append,
     test_attention_invariance,
     test_causal_attention,
+    test_context_attention,
     test_copy_columns,
     test_scenarios,
 )
@@ -36,7 +37,8 @@ class Planted:
     """In `file`, each old text becomes the new one; `source` is the kernel source that is compiled with it.
 
     `caught_by` is a test, `arguments` what it takes besides the device, `rng` and `ops`.  Under the emulator the
-    sanitizer reports one of `kinds`, where any are named, in the same test.
+    sanitizer reports one of `kinds`, where any are named, in the same test.  `order` is that of lanes, warps and blocks
+    in which the mistake shows at once.
     """
 
     what: str
@@ -46,6 +48,7 @@ class Planted:
     caught_by: Callable[..., None]
     arguments: dict[str, Any] = field(default_factory=dict)
     kinds: frozenset[str] = frozenset()
+    order: Literal["ascending", "descending"] = "ascending"
 
     def sources(self) -> dict[str, str]:
         """Return every kernel file by name, this one with the mistake."""
@@ -95,7 +98,8 @@ class _PlantedModule:
         return (self.changed if name in self.names else self.module).kernel(name)
 
 
-APPEND, ATTENTION, MOVES = "append.cu", "causal_attention.cu", "page_moves.cu"
+APPEND, ATTENTION, CONTEXT, TILES = "append.cu", "causal_attention.cu", "context_attention.cu", "attention_tiles.cuh"
+MOVES = "page_moves.cu"
 BYTES = test_append.test_an_append_across_a_page_writes_the_codec_bytes_and_no_other
 STEP = test_causal_attention.test_a_decode_step_meets_the_criterion
 COLUMNS = test_causal_attention.test_several_columns_meet_the_criterion
@@ -115,8 +119,8 @@ ORDER_OF_THREADS = (
         BYTES, {"profile": "fp8-e4m3-row", "head_dim": 64}, frozenset({"uninit-shared", "warp-hazard"}),
     ),
     Planted(
-        "weights are used before all lanes stored theirs", ATTENTION, ATTENTION,
-        (("o[r] = multiply(o[r], rescale[r]);\n        __syncwarp();", "o[r] = multiply(o[r], rescale[r]);"),),
+        "weights are used before all lanes stored theirs", TILES, ATTENTION,
+        (("o[r] = multiply(o[r], rescale[r]);\n    __syncwarp();", "o[r] = multiply(o[r], rescale[r]);"),),
         STEP, {"profile": "bf16", "head_dim": 64, "position": 64}, frozenset({"uninit-shared", "warp-hazard"}),
     ),
     Planted(
@@ -151,7 +155,7 @@ PLACES = (
         test_append.test_a_prefix_append_never_touches_the_rejected_tail, {"profile": "bf16", "order": "page-major"},
     ),
     Planted(
-        "every entry reads the first table row", ATTENTION, ATTENTION,
+        "every entry reads the first table row", TILES, ATTENTION,
         (("op.table_rows[tile.entry]) * op.table_width", "op.table_rows[0]) * op.table_width"),),
         test_attention_invariance.test_a_batch_equals_its_rows_alone, {"profile": "bf16"},
     ),
@@ -216,24 +220,24 @@ COPIES = (
 
 NUMBERS = (
     Planted(
-        "a key is masked by a zero weight", ATTENTION, ATTENTION,
+        "a key is masked by a zero weight", TILES, ATTENTION,
         (("if (page_begin + key <= row_positions[r]) o[r] = fused(weights[key * kRows + r], value, o[r]);",
           "o[r] = fused(page_begin + key <= row_positions[r] ? weights[key * kRows + r] : 0.0f, value, o[r]);"),),
         test_causal_attention.test_nan_in_a_later_column_does_not_reach_an_earlier_one,
         {"profile": "bf16", "route": "decode"},
     ),
     Planted(
-        "a column does not see itself", ATTENTION, ATTENTION,
+        "a column does not see itself", TILES, ATTENTION,
         (("if (page_begin + key > row_positions[r]) scores", "if (page_begin + key >= row_positions[r]) scores"),),
         COLUMNS, {**VERIFY, "profile": "bf16"},
     ),
     Planted(
-        "the last key of a tile is left out", ATTENTION, ATTENTION,
+        "the last key of a tile is left out", TILES, ATTENTION,
         (("tile.last_position - page_begin + 1;", "tile.last_position - page_begin;"),),
         STEP, {"profile": "bf16", "head_dim": 64, "position": 65},
     ),
     Planted(
-        "one key too many is seen", ATTENTION, ATTENTION,
+        "one key too many is seen", TILES, ATTENTION,
         (("all_left = first_position - page_begin + 1;", "all_left = first_position - page_begin + 2;"),
          ("any_left = tile.last_position - page_begin + 1;", "any_left = tile.last_position - page_begin + 2;")),
         STEP, {"profile": "bf16", "head_dim": 64, "position": 65},
@@ -260,28 +264,120 @@ NUMBERS = (
         test_append.test_encoding_without_rotation_equals_the_codec, {"side": ("nvfp4-g16", "k"), "head_dim": 64},
     ),
     Planted(
-        "groups are merged from the right", ATTENTION, ATTENTION,
+        "groups are merged from the right", TILES, ATTENTION,
         (("for (int group = 0; group <= last_group; ++group) {", "for (int group = last_group; group >= 0; --group) {"),
-         ("            if (group == 0) {\n                share = next;",
-          "            if (group == last_group) {\n                share = next;")),
+         ("        if (group == 0) {\n            share = next;",
+          "        if (group == last_group) {\n            share = next;")),
         test_attention_invariance.test_both_routes_have_one_arithmetic, {"profile": "bf16"},
     ),
     Planted(
-        "rows of a tile share one maximum", ATTENTION, ATTENTION,
+        "rows of a tile share one maximum", TILES, ATTENTION,
         (("for (int r = 0; r < kRows; ++r) new_max[r] = page_max[r];",
           "for (int r = 0; r < kRows; ++r) new_max[r] = page_max[0];"),),
         test_attention_invariance.test_columns_of_one_call_equal_single_steps, {"profile": "bf16", "first": 60},
     ),
     Planted(
-        "an empty group counts as a score of zero", ATTENTION, ATTENTION,
-        (("    Float8 m = same8(-infinity());", "    Float8 m = same8(0.0f);"),),
+        "an empty group counts as a score of zero", TILES, ATTENTION,
+        (("sums.m = same8(-infinity());", "sums.m = same8(0.0f);"),),
         test_scenarios.test_scores_far_below_zero_keep_their_softmax, {"route": "decode"},
     ),
 )  # fmt: skip
 
-PLANTED = (*ORDER_OF_THREADS, *PLACES, *COPIES, *NUMBERS)
+CRITERION = test_context_attention.test_a_draft_block_meets_the_criterion
+INERT = test_context_attention.test_inert_columns_are_zero_and_not_read
+LONG = test_context_attention.test_contexts_of_several_key_groups_meet_the_criterion
+
+CONTEXT_BLOCKS = (
+    Planted(
+        "the context's streams are merged before they ended", CONTEXT, CONTEXT,
+        (("        __syncthreads();\n        if (row < tile.live_rows) share = merge_streams<kStreams>",
+          "        if (row < tile.live_rows) share = merge_streams<kStreams>"),),
+        CRITERION, {"head_dim": 64, "context": 65},
+        frozenset({"uninit-shared", "race-read-after-write", "race-write-after-read"}),
+    ),
+    Planted(
+        "temporary rows overwrite the context's sums", CONTEXT, CONTEXT,
+        (("        __syncthreads();  // the temporary rows use the same shared floats\n", ""),),
+        CRITERION, {"head_dim": 64, "context": 65}, frozenset({"race-read-after-write", "race-write-after-read"}),
+        order="descending",
+    ),
+    Planted(
+        "temporary rows are folded before they ended", CONTEXT, CONTEXT,
+        (("        store_stream<kRows>(stream_sums, slice, sums, lane);\n    }\n    __syncthreads();",
+          "        store_stream<kRows>(stream_sums, slice, sums, lane);\n    }"),),
+        CRITERION, {"head_dim": 64, "context": 0},
+        frozenset({"uninit-shared", "race-read-after-write", "race-write-after-read"}),
+    ),
+    Planted(
+        "a block is causal", TILES, CONTEXT,
+        (("result.column_step = kIsCausal ? 1 : 0;", "result.column_step = 1;"),),
+        CRITERION, {"head_dim": 64, "context": 65},
+    ),
+    Planted(
+        "the position at the frontier is seen", TILES, CONTEXT,
+        (("op.positions[result.entry] - (kIsCausal ? 0 : 1)", "op.positions[result.entry]"),),
+        test_context_attention.test_stale_bytes_behind_the_frontier_have_no_effect, {"context": 70},
+    ),
+    Planted(
+        "dead temporary rows are seen", CONTEXT, CONTEXT,
+        (("const int count = live_columns(op, tile.entry);", "const int count = op.width;"),), INERT,
+    ),
+    Planted(
+        "temporary rows are masked as a causal block", CONTEXT, CONTEXT,
+        (("row_positions, 0, count, count, op.scale_log2", "row_positions, 0, 0, count, op.scale_log2"),),
+        CRITERION, {"head_dim": 64, "context": 1},
+    ),
+    Planted(
+        "temporary rows of one entry serve all", CONTEXT, CONTEXT,
+        (("static_cast<int64_t>(tile.entry) * op.width * op.kv_heads + tile.head", "tile.head"),),
+        test_context_attention.test_rows_may_stand_in_any_order,
+    ),
+    Planted(
+        "temporary rows of one head serve all", CONTEXT, CONTEXT,
+        (("static_cast<int64_t>(tile.entry) * op.width * op.kv_heads + tile.head",
+          "static_cast<int64_t>(tile.entry) * op.width * op.kv_heads"),),
+        CRITERION, {"head_dim": 64, "context": 0},
+    ),
+    Planted(
+        "temporary rows are left out behind a context", CONTEXT, CONTEXT,
+        (("        fold(share, temporary);\n", ""),), CRITERION, {"head_dim": 64, "context": 64},
+    ),
+    Planted(
+        "the context is left out behind temporary rows", CONTEXT, CONTEXT,
+        (("        share = context;\n        fold(share, temporary);\n", ""),),
+        CRITERION, {"head_dim": 64, "context": 64},
+    ),
+    Planted(
+        "the last key group is left out", CONTEXT, CONTEXT,
+        (("const int last_group = group_of(tile.last_position);",
+          "const int last_group = group_of(tile.last_position) - 1;"),),
+        LONG, {"context": 1025},
+    ),
+    Planted(
+        "a context that ends with a key group loses it", CONTEXT, CONTEXT,
+        (("op.positions[blockIdx.z] <= group_start(group)", "op.positions[blockIdx.z] <= group_start(group) + 1"),),
+        LONG, {"context": 513},
+    ),
+    Planted(
+        "inert rows are left as they are", CONTEXT, CONTEXT,
+        (("    if (group == 0 && tile.live_rows < tile.rows) store_inert_rows(op, tile);\n", ""),), INERT,
+    ),
+    Planted(
+        "a maximum is that of the context alone", TILES, CONTEXT,
+        (("const float m = larger(next.m, share.m);", "const float m = share.m;"),),
+        test_context_attention.test_far_apart_scores_keep_their_softmax, {"context_score": -100.0, "own_score": 100.0},
+    ),
+    Planted(
+        "a head offset has 32 bits", "page_address.cuh", CONTEXT,
+        (("+ head * plane.head_bytes", "+ static_cast<int>(head * plane.head_bytes)"),),
+        test_context_attention.test_pages_and_heads_behind_4_gib_are_addressed,
+    ),
+)  # fmt: skip
+
+PLANTED = (*ORDER_OF_THREADS, *PLACES, *COPIES, *NUMBERS, *CONTEXT_BLOCKS)
 CONTROLS = (
     control(APPEND, BYTES, profile="nvfp4-g16", head_dim=64),
     control(ATTENTION, STEP, profile="bf16", head_dim=64, position=64),
+    control(CONTEXT, CRITERION, head_dim=64, context=65),
     control(MOVES, COPY, **SCALES),
 )

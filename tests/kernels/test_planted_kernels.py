@@ -26,8 +26,8 @@ def run_named_test(planted: Planted, device: Any, rng: np.random.Generator) -> N
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.what.replace(" ", "-"))
 def test_a_planted_mistake_is_caught_by_its_test(rng: np.random.Generator, planted: Planted) -> None:
-    """Lanes, warps and blocks run in ascending order, so that a missing barrier shows at once."""
-    device = CpuDevice(threads=1)
+    """Lanes, warps and blocks run in one fixed order, so that a missing barrier shows at once."""
+    device = CpuDevice(threads=1, order=planted.order)
     try:
         with pytest.raises((AssertionError, DeviceFault)):
             run_named_test(planted, PlantedDevice(device, planted), rng)

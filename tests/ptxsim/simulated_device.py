@@ -111,6 +111,10 @@ class SimulatedDevice:
         if (buffer := self.buffers.get(_address_of(destination))) is not None:
             buffer.valid[:] = 1
 
+    def forget(self, array: Any) -> None:
+        """Make every byte unwritten again, for the sanitizer; what it holds stays."""
+        self.buffers[_address_of(array)].valid[:] = 0
+
     def stream(self) -> SimulatedStream:
         """Give a stream on which everything has run already."""
         return SimulatedStream()

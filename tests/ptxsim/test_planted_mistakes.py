@@ -16,7 +16,10 @@ from tests.kernels.test_planted_kernels import run_named_test
 from tests.ptxsim.simulated_device import SimulatedDevice, SimulatorReport
 
 REPORTED = [planted for planted in PLANTED if planted.kinds]
-QUICK = ("lanes read their neighbours' maxima too early", "streams are merged before they ended")
+QUICK = (
+    "lanes read their neighbours' maxima too early", "streams are merged before they ended",
+    "temporary rows are folded before they ended",
+)  # fmt: skip
 assert set(QUICK) <= {planted.what for planted in REPORTED}
 
 

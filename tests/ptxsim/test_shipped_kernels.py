@@ -17,9 +17,9 @@ import pytest
 
 from pagedkv.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.devices.cpu import CpuDevice
-from pagedkv.kernels import SHIPPED_HEAD_DIMS_BF16, attention_module, shipped_modules
+from pagedkv.kernels import SHIPPED_HEAD_DIMS_BF16, attention_module, context_module, shipped_modules
 from pagedkv.packed_planes import PackedPlanes
-from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
+from pagedkv.profiles import HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
 from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table
@@ -58,9 +58,11 @@ def test_both_executions_give_the_same_bits(
     assert_same_bits(expected, found)
     exported = {"append_rows", "append_prefix", "causal_attention_decode", "causal_attention_merge",
                 "causal_attention_prefill"}  # fmt: skip
-    assert exported | ({"encode_unrotated"} if PROFILES[profile].is_quantized else set()) == {
-        launch.kernel for launch in simulated.launches
-    }
+    if PROFILES[profile].is_quantized:
+        exported |= {"encode_unrotated"}
+    elif head_dim in HEAD_DIMS_CONTEXT:
+        exported |= {"context_attention", "context_attention_merge"}
+    assert exported == {launch.kernel for launch in simulated.launches}
 
 
 def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevice) -> None:
@@ -112,6 +114,7 @@ def test_products_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevice)
 def test_every_shipped_module_is_executed() -> None:
     """C4.5: the list of this file is the library's own."""
     executed = {attention_module(*variant.values[:2]).name for variant in VARIANTS}  # type: ignore[arg-type]
+    executed |= {context_module(head_dim).name for head_dim in HEAD_DIMS_CONTEXT}
 
     assert executed | {"page_moves", "linear"} == {spec.name for spec in shipped_modules()}
 
@@ -140,6 +143,45 @@ def test_attention_reads_each_visible_row_once_and_no_other(
     assert k["load_bytes"] == 32 * k["distinct_load_sectors"]
     assert v["load_bytes"] == 32 * v["distinct_load_sectors"]
     assert not any(launch.plane(plane)["store_bytes"] for plane in (cache.view.k_pages, cache.view.v_pages))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS_CONTEXT)
+def test_context_attention_reads_each_row_once_and_no_other(simulated: SimulatedDevice, head_dim: int) -> None:
+    """C14.3, C14.4: one tile reads its context and the live temporary rows once, and writes to neither."""
+    tokens, kv_heads, live = 70, 2, 2
+    device: Any = simulated
+    rng = np.random.default_rng(1)
+    cache = PagedCache.build(device, "bf16", head_dim=head_dim, order="head-major", table=scattered_table(1, 2),
+                             rng=None)  # fmt: skip
+    cache.fill(rng, 0, tokens)
+    q, k, v = (bf16_noise(rng, (1, 3, heads, head_dim)) for heads in (8, 2, 2))
+
+    cache.attend_context(q, k, v, [tokens], [0], valid_columns=[live])
+
+    launch = simulated.launches[-1]
+    for plane in (cache.view.k_pages, cache.view.v_pages):
+        counters = launch.plane(plane)
+        assert tokens * kv_heads * head_dim * 2 == counters["load_bytes"] == 32 * counters["distinct_load_sectors"]
+        assert not counters["store_bytes"]
+    allocations = launch.result.counters["allocs"].items()
+    temporary = [counters for name, counters in allocations if name.startswith(f"uint16(1, 3, 2, {head_dim})")]
+    assert [live * kv_heads * head_dim * 2] * 2 == [counters["load_bytes"] for counters in temporary]
+    assert not any(counters["store_bytes"] for counters in temporary)
+
+
+def test_an_empty_context_reads_no_table(simulated: SimulatedDevice) -> None:
+    """C14.4: with n_b = 0 a table that nobody wrote is not read, and neither is a page."""
+    device: Any = simulated
+    rng = np.random.default_rng(2)
+    cache = PagedCache.build(device, "bf16", order="head-major", table=scattered_table(1, 12), rng=None)
+    simulated.forget(cache.view.block_table)
+    q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (8, 2, 2))
+
+    cache.attend_context(q, k, v, [0], [0])
+
+    for launch in simulated.launches:
+        assert not launch.plane(cache.view.block_table)["load_bytes"]
+        assert not launch.plane(cache.view.k_pages)["load_bytes"]
 
 
 @pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
@@ -194,12 +236,13 @@ def test_copied_columns_move_each_committed_byte_once_and_no_other(
 @pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
 def test_no_kernel_has_local_memory_in_its_ptx(simulated: SimulatedDevice, profile: str, head_dim: int) -> None:
     """An array that is indexed at run time would live there, in memory that nobody planned for."""
-    module = simulated.load(attention_module(profile, head_dim))
+    modules = [attention_module(profile, head_dim)] + ([context_module(head_dim)] if profile == "bf16" else [])
 
-    for name in module.program.entries():
-        kernel = module.program.kernel(name)
-        assert kernel.lw.local_off == 0, f"{name} has {kernel.lw.local_off} bytes of local memory"
-        assert not [category for category in kernel.cats if "local" in category]
+    for program in (simulated.load(module).program for module in modules):
+        for name in program.entries():
+            kernel = program.kernel(name)
+            assert kernel.lw.local_off == 0, f"{name} has {kernel.lw.local_off} bytes of local memory"
+            assert not [category for category in kernel.cats if "local" in category]
 
 
 def test_a_workspace_is_read_only_where_it_was_written(simulated: SimulatedDevice) -> None:
