@@ -25,7 +25,7 @@ class ShuffledRuns(FreeRuns):
 
 
 def shuffle_placement(store: pk.Store, *, seed: int) -> None:
-    """Make an unused store hand out page ids in random order, in every pool."""
-    for spaces in store._ledgers.spaces.values():
+    """Make an unused store hand out page ids in random order, another one in every pool."""
+    for index, spaces in enumerate(store._ledgers.spaces.values()):
         assert spaces.pool.available == spaces.pool.capacity, "shuffle before anything is activated"
-        spaces.pool.free_runs = ShuffledRuns(spaces.pool.capacity, seed)
+        spaces.pool.free_runs = ShuffledRuns(spaces.pool.capacity, seed + index)

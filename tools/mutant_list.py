@@ -31,6 +31,8 @@ SHAPES = "tests/graphs/test_shapes.py"
 APPEND = "tests/kernels/test_append.py"
 COPIES = "tests/kernels/test_copy_columns.py"
 ATTENTION = "tests/kernels/test_causal_attention.py"
+CONTEXT = "tests/kernels/test_context_attention.py"
+DRAFTS = "tests/graphs/test_draft_units.py"
 INVARIANCE = "tests/kernels/test_attention_invariance.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -65,6 +67,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C3.8", "head-major pages stand a plane apart", "pagedkv/planes.py",
            'return self.kv_heads * block_bytes if self.order == "page-major" else block_bytes',
            "return self.kv_heads * block_bytes", (HOST + "test_planes.py",)),
+    Mutant("C3.8", "context attention takes page strides for head strides", "pagedkv/views.py",
+           "return (*self.arguments[:2], *self.arguments[4:8])",
+           "return (*self.arguments[:2], *(self.arguments[i] for i in (5, 4, 7, 6)))", (CONTEXT,)),
     Mutant("C3.9", "the offset is taken modulo 32", "cuda_src/append.cu",
            "place.offset = position & kPageMask;", "place.offset = position & 31;", (APPEND,)),
     Mutant("C3.10", "page offsets are 32-bit", "cuda_src/page_address.cuh",
@@ -322,6 +327,8 @@ MUTANTS: tuple[Mutant, ...] = (
            "np.int32(columns * geometry.row_bytes)", "np.int32((columns - 1) * geometry.row_bytes)", (COPIES,)),
     Mutant("C10.5", "a tail's copy takes what lies behind the frontier", "cuda_src/page_moves.cu",
            "at < word_bytes;", "at < head_bytes;", (COPIES,)),
+    Mutant("C14.4", "a draft block sees its own dead columns", "cuda_src/context_attention.cu",
+           "const int count = live_columns(op, tile.entry);", "const int count = op.width;", (CONTEXT,)),
     Mutant("C14.5", "a query does not see its own key", "cuda_src/attention_tiles.cuh",
            "if (page_begin + key > row_positions[r]) scores[half][r] = -infinity();",
            "if (page_begin + key >= row_positions[r]) scores[half][r] = -infinity();", (ATTENTION,)),
@@ -333,6 +340,8 @@ MUTANTS: tuple[Mutant, ...] = (
            "        self._buffer_next = 0\n        self.device.copy",
            "        self._buffers = []\n        self._buffer_next = 0\n"
            "        self.device.copy", (SHAPES, LOOP)),
+    Mutant("C15.2", "a unit attends in a pool of another shape", "graphs/unit.py",
+           "if (view.profile.name, view.kv_heads, view.head_dim) != (", "if None in (", (DRAFTS, "-k", "other_pool")),
     Mutant("C15.2", "the width is not in the key", "graphs/key.py",
            "batch=batch, width=width, is_masked=True", "batch=batch, width=1, is_masked=True", (SHAPES, LOOP)),
     Mutant("C15.3", "lengths are frozen at capture", "graphs/capture.py",

@@ -166,7 +166,7 @@ extern "C" __global__ void nothing() {}
     "spec",
     [
         pk.ModuleSpec("test_kinds", text=EVERY_KIND, kernels=("every_kind", "nothing")),
-        *(spec for spec in pk.shipped_modules() if spec.name in {"page_moves", "linear", "k8v4_d64"}),
+        *(spec for spec in pk.shipped_modules() if spec.name in {"page_moves", "linear", "k8v4_d64", "context_d64"}),
     ],
     ids=lambda spec: str(spec.name),
 )

@@ -195,6 +195,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("a draft with too many layers", lambda: MTPBackend(2, layers=65), "C3.3"),
     ("a draft without geometry", lambda: DraftFullBackend(None), "C3.4"),  # type: ignore[arg-type]
     ("a draft with a head_dim of no kernel", lambda: DraftFullBackend(KVGeometry(1, 8, 4, 40)), "C4.5"),
+    ("a draft with a head_dim that nothing reads", lambda: DraftFullBackend(KVGeometry(1, 8, 4, 256)), "C4.5"),
     ("capacity of zero tokens", lambda: ExplicitCapacity(0), "C5.2"),
     ("negative capacity", lambda: ExplicitCapacity(-64), "C5.2"),
     ("fractional capacity", lambda: ExplicitCapacity(64.0), "C5.2"),  # type: ignore[arg-type]

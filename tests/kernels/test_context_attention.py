@@ -323,6 +323,23 @@ def test_rows_may_stand_in_any_order(device: Device, rng: np.random.Generator) -
         check_against_oracle(cache, inputs, found, context=context, entry=entry, row=row)
 
 
+def test_a_small_draft_pool_beside_a_large_target_keeps_to_its_pages(device: Device, rng: np.random.Generator) -> None:
+    """S9: 100 alternating steps over 16 target and 4 draft pages; a draft id of 4 or more would be another's memory."""
+    target = PagedCache.build(device, "bf16", table=rng.permutation(16).astype(np.int32).reshape(2, 8), rng=rng)
+    draft = draft_cache(device, np.array([[3, 0], [1, 2]], np.int32), rng)
+    k, v = (bf16_noise(rng, (2, 1, 2, 64)) for _ in "kv")
+    for step in range(100):
+        target.attend(bf16_noise(rng, (2, 1, 4, 64)), [4 * step, step], [0, 1], route="decode", new_rows=(k, v))
+        draft.append(k, v, [step, step // 2], [0, 1])
+        inputs = block(rng, draft, batch=2, width=2)
+
+        found = draft.attend_context(*inputs, [step + 1, step // 2 + 1], [0, 1])
+
+        if step % 9 == 0:
+            for row, context in enumerate((step + 1, step // 2 + 1)):
+                check_against_oracle(draft, inputs, found, context=context, entry=row, row=row)
+
+
 @pytest.mark.eager_only  # the deferred device compares what a launch may write: 6 GB of mapped memory here
 def test_pages_and_heads_behind_4_gib_are_addressed(device: Device) -> None:
     """C3.10: a head-major plane of 6 GB, of which a few pages have memory; the last pages give what the first give."""
