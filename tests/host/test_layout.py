@@ -126,6 +126,17 @@ def test_the_workspace_is_that_of_the_widest_unit_of_any_pool(max_context: int, 
     assert all(slab.is_scratch for slab in slabs)
 
 
+def test_a_wide_draft_block_sizes_the_workspace() -> None:
+    """Context attention of C blocks of 16 columns, 16 heads, D = 128 and two key groups: more than Main.  (C14.4)"""
+    config = StoreConfig(
+        KVGeometry(1, 8, 2, 128), profile="bf16", max_context=1024, max_concurrency=3,
+        kv_capacity=ExplicitCapacity(1024), backend=DraftFullBackend(KVGeometry(1, 16, 8, 128)),
+    )  # fmt: skip
+
+    (slab,) = (slab for slab in build_layout(config).slabs if slab.owner == "attention workspace")
+    assert slab.span_bytes == 3 * 16 * 16 * 2 * (128 + 2) * 4
+
+
 @pytest.mark.parametrize("backend", [None, MTPBackend(5), DraftFullBackend(DRAFT_GEOMETRY)])
 def test_sanitizer_mode_adds_a_guard_page_to_every_pool(backend: Backend | None) -> None:
     """One page group of each pool behind its last id, with an owner of its own; M does not change.  (C5.3, C11.1)"""
