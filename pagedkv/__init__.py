@@ -47,7 +47,7 @@ from pagedkv.errors import (
 )
 from pagedkv.kernels import shipped_modules
 from pagedkv.layout import control_words
-from pagedkv.ledgers import Batch
+from pagedkv.ledgers import Batch, StoreLedgers
 from pagedkv.opening import open_store
 from pagedkv.ops import Ops
 from pagedkv.planner import CapacityPlan, plan
@@ -102,6 +102,7 @@ __all__ = [
     "Store",
     "StoreConfig",
     "StoreLatched",
+    "StoreLedgers",
     "Stream",
     "StreamHazard",
     "SubmittedUnit",

@@ -93,24 +93,26 @@ class AddressSpaces:
         """Return how many columns behind its frontier each row may still write, below S.  (C9.2, C11.2)"""
         return self.ceiling[rows] - self.frontier[rows]
 
-    def adopt(self, row: int, members: Ids, *, frontier: int, entitlement_pages: int) -> None:
+    def adopt(self, row: int, members: Ids, page_ids: Ids, *, frontier: int, entitlement_pages: int) -> None:
         """Start a space from pages that hold [0, frontier), each with this space's active reference.  (C10.3)
 
-        Full pages stay without a writer; the writer of a partial tail is the row.
+        Full pages stay without a writer; the writer of a partial tail is the row.  `page_ids` are the pages' page
+        groups: what was published for the row.
         """
         self.open(row, entitlement_pages=entitlement_pages)
         count = members.size
         assert count == pages_for_tokens(frontier), f"{count} pages for {frontier} tokens"
         self.members[row, :count] = members
-        self.table.mirror[row, :count] = self.pages.device[members]
+        self.table.mirror[row, :count] = page_ids
         self.frontier[row] = frontier
         self.shared_end[row] = frontier & ~PAGE_MASK
         self.mapped_end[row] = self.bound_end[row] = count * PAGE_TOKENS
 
     def freeze(self, row: int) -> Ids:
         """Take the writer from every full committed page, and return all of them in block order.  (C10.6)"""
-        first, full = int(self.shared_end[row]) >> PAGE_SHIFT, int(self.frontier[row]) >> PAGE_SHIFT
-        self.pages.freeze(self.members[row, first:full], PAGE_TOKENS)
+        first, full = self.shared_end.item(row) >> PAGE_SHIFT, self.frontier.item(row) >> PAGE_SHIFT
+        if first < full:
+            self.pages.freeze(self.members[row, first:full], PAGE_TOKENS)
         self.shared_end[row] = full << PAGE_SHIFT
         return self.members[row, :full].copy()
 
@@ -124,7 +126,8 @@ class AddressSpaces:
         assert mapped == pages_for_tokens(frontier), f"row {row} of pool {self.pool.name} is not trimmed"
         self.freeze(row)
         members = self.members[row, :mapped].copy()
-        self.pages.freeze(members[frontier >> PAGE_SHIFT :], frontier & PAGE_MASK)
+        if frontier & PAGE_MASK:
+            self.pages.freeze(members[frontier >> PAGE_SHIFT :], frontier & PAGE_MASK)
         self.pages.deactivate(members)
         self._vacate(row, mapped)
         return members, frontier
@@ -146,11 +149,11 @@ class AddressSpaces:
 
     def entitlement_pages(self, row: int) -> int:
         """Return membership plus reservation, in pages.  (C9.1)"""
-        return int(self.limit[row]) >> PAGE_SHIFT
+        return self.limit.item(row) >> PAGE_SHIFT
 
     def membership_pages(self, row: int) -> int:
         """Return how many pages belong to the space.  (C9.1)"""
-        return int(self.mapped_end[row]) >> PAGE_SHIFT
+        return self.mapped_end.item(row) >> PAGE_SHIFT
 
     def ensure_mapped_to_tokens(self, ends: Tokens) -> TableSlices | None:
         """Map positions [0, ends[r]) of every row r; a lower bound, 0 asks for nothing.  (C9.3)
@@ -271,23 +274,26 @@ class AddressSpaces:
 
     def close(self, row: int) -> None:
         """Give up membership and reservation; a page returns to available with its last reference.  (C9.8)"""
-        shared, mapped = int(self.shared_end[row]) >> PAGE_SHIFT, self.membership_pages(row)
-        private = self.members[row, shared : int(self.bound_end[row]) >> PAGE_SHIFT]
-        self.pool.release(self.pages.device[private], leased=mapped - shared)
-        self.pages.recycle(private)
+        shared, mapped = self.shared_end.item(row) >> PAGE_SHIFT, self.membership_pages(row)
+        bound = self.bound_end.item(row) >> PAGE_SHIFT
+        if shared < bound:
+            private = self.pages.index_of(self.members[row, shared:bound])
+            self.pool.release(self.table.mirror[row, shared:bound], leased=mapped - shared)
+            self.pages.recycle(private)
         if shared:
-            immutable = self.members[row, :shared]
+            immutable = self.pages.index_of(self.members[row, :shared])
             self.pages.deactivate(immutable)
             page_ids = self.pages.release(immutable)
-            self.pool.release(page_ids, leased=page_ids.size)
-        self._vacate(row, int(self.bound_end[row]) >> PAGE_SHIFT)
+            if page_ids.size:
+                self.pool.release(page_ids, leased=page_ids.size)
+        self._vacate(row, bound)
 
     def _vacate(self, row: int, kept: int) -> None:
         """Return the bound pages from block `kept` on and the promise behind them, and clear the row."""
-        bound = int(self.bound_end[row]) >> PAGE_SHIFT
-        unmapped = self.members[row, kept:bound]
-        self.pool.release(self.pages.device[unmapped], leased=0)
-        self.pages.recycle(unmapped)
+        bound = self.bound_end.item(row) >> PAGE_SHIFT
+        if kept < bound:
+            self.pool.release(self.table.mirror[row, kept:bound], leased=0)
+            self.pages.recycle(self.members[row, kept:bound])
         self.pool.shrink(self.entitlement_pages(row) - bound)
         self.table.mirror[row, :bound] = UNMAPPED
         self.members[row, :bound] = -1

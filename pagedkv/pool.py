@@ -31,10 +31,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pagedkv.errors import MisuseError
-from pagedkv.free_runs import FreeRuns, Ids
+from pagedkv.free_runs import FreeRuns, Ids, Index, highest, lowest
 
 
 @dataclass(frozen=True)
@@ -134,18 +133,21 @@ class PagePool:
         bound = ids.size - leased
         self._require_at_most("release of leases", leased, self.allocated, "leased pages")
         self._require_at_most("release of bound pages", bound, self.bound, "bound pages")
-        if not self._has(ids):
+        at = self.free_runs.index_of(ids)
+        if not self._has(at):
             raise MisuseError(f"release of pages of pool {self.name}", expected="ids that are held", got=ids.tolist(),
                               remedy="release each page once", clause="C6.1")
-        if np.unique(ids).size != ids.size:
-            raise MisuseError(f"release of pages of pool {self.name}", expected="distinct ids", got=ids.tolist(),
-                              remedy="list each page once", clause="C6.1")
+        if not isinstance(at, slice):
+            at = np.sort(at)
+            if lowest(at[1:] - at[:-1]) == 0:
+                raise MisuseError(f"release of pages of pool {self.name}", expected="distinct ids", got=ids.tolist(),
+                                  remedy="list each page once", clause="C6.1")
         self.require_unpinned(ids, "release")
         self.allocated -= leased
         self.bound -= bound
         self.reserved -= bound
-        self.serials[ids] = 0
-        self.free_runs.give(ids)
+        self.serials[at] = 0
+        self.free_runs.give(at)
 
     def pin(self, ids: Ids) -> None:
         """Hold page groups where they are while a copy uses them; pins add up.  (C7.4)
@@ -153,7 +155,7 @@ class PagePool:
         Raises:
             MisuseError: an id is out of range or held by nobody; nothing changed.
         """
-        if not self._has(ids):
+        if not self._has(self.free_runs.index_of(ids)):
             raise MisuseError(f"a pin of pages of pool {self.name}", expected="ids that are bound or leased",
                               got=ids.tolist(), remedy="reserve and bind a page before a copy uses it", clause="C7.4")
         np.add.at(self.pins, ids, 1)
@@ -184,15 +186,16 @@ class PagePool:
                               got=f"{int(self.pins[page_id])} pins of transfers",
                               remedy="wait for the transfer, or abort it", clause="C7.4", page_id=page_id)
 
-    def renew(self, ids: Ids | npt.NDArray[np.int64]) -> None:
+    def renew(self, ids: Ids) -> None:
         """Give ids fresh serials, so that earlier handles of them are stale.  (C6.1)"""
-        self.serials[ids] = np.arange(self._serial_next, self._serial_next + ids.size)
+        self.serials[self.free_runs.index_of(ids)] = np.arange(self._serial_next, self._serial_next + ids.size)
         self._serial_next += ids.size
 
-    def _has(self, ids: Ids) -> bool:
-        """Say whether every id is one of this pool, bound or leased."""
-        is_in_range = not ids.size or 0 <= int(ids.min()) <= int(ids.max()) < self.capacity
-        return is_in_range and bool(self.serials[ids].all())
+    def _has(self, at: Index) -> bool:
+        """Say whether every id is one of this pool, bound or leased; a slice lies within the pool."""
+        if isinstance(at, slice):
+            return at.start == at.stop or lowest(self.serials[at]) > 0
+        return 0 <= lowest(at) and highest(at) < self.capacity and lowest(self.serials[at]) > 0
 
     def _require_count(self, what: str, pages: int) -> None:
         if type(pages) is not int or pages < 0:

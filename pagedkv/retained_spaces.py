@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.errors import MisuseError
-from pagedkv.free_runs import Ids
+from pagedkv.free_runs import Ids, highest
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
 from pagedkv.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
@@ -82,12 +82,13 @@ class RetainedSpaces:
     def drop(self, members: Ids) -> Ids:
         """Drop one inactive reference of each page; returns the page group ids that became available."""
         page_ids = self.pages.release(members)
-        self.pool.release(page_ids, leased=page_ids.size)
+        if page_ids.size:
+            self.pool.release(page_ids, leased=page_ids.size)
         return page_ids
 
     def sole_pages(self, members: Ids) -> int:
         """Return how many of the pages would become available with one reference fewer."""
-        return int(np.count_nonzero(self.pages.references[members] == 1))
+        return int(np.count_nonzero(self.pages.references[self.pages.index_of(members)] == 1)) if members.size else 0
 
     def protect(self, number: int, tokens: int) -> None:
         """Set the protected frontier, up or down.  (C7.8)
@@ -154,8 +155,8 @@ class RetainedSpaces:
         protects whole, is looked for: rare, because what is protected partly is the tail of one space.
         """
         most = np.zeros(changed.size, np.int32)
-        pages = self.pages
-        if not (pages.references[changed] - pages.active[changed] > 1).any():
+        at = self.pages.index_of(changed)
+        if not changed.size or highest(self.pages.references[at] - self.pages.active[at]) <= 1:
             return most
         for other_number, other in self.spaces.items():
             if other_number == number:
@@ -169,5 +170,9 @@ class RetainedSpaces:
 
 def _cover(frontier: int, first_block: int, blocks: int) -> npt.NDArray[np.int32]:
     """Return the columns that lie below a frontier in each block: 130 from block 1 on -> 64, 2, 0."""
-    starts = np.arange(first_block, first_block + blocks, dtype=np.int32) * PAGE_TOKENS
-    return np.clip(frontier - starts, 0, PAGE_TOKENS).astype(np.int32)
+    columns = np.zeros(blocks, np.int32)
+    full = (frontier >> PAGE_SHIFT) - first_block
+    if full >= 0:
+        columns[:full] = PAGE_TOKENS
+        columns[full : full + 1] = frontier & PAGE_MASK
+    return columns

@@ -301,6 +301,37 @@ def print_figures(figures: Sequence[Any]) -> None:
         click.echo(f"{f.name:<{name_width}}  " + "  ".join(f"{cell!s:>11}" for cell in cells))
 
 
+@main.group()
+def bench() -> None:
+    """Time the parts of the library."""
+
+
+@bench.command(name="ledger")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--pages", "sizes", type=click.IntRange(min=1), multiple=True, help="Pages of a sequence; repeatable.")
+@click.option("--samples", type=click.IntRange(min=1), default=200, show_default=True, help="Calls per figure.")
+@click.option("--shredded", is_flag=True, help="Let no two free pages adjoin.")
+def bench_ledger(as_json: bool, sizes: tuple[int, ...], samples: int, shredded: bool) -> None:
+    """Microseconds of admission, fork, finish, snapshot, retain, release and move, by pages.
+
+    Times the ledgers alone, without a device: medians, and what the bare NumPy work costs beside them.
+    """
+    from pagedkv.tools import bench_ledger as ledger
+
+    figures = ledger.bench_ledger(
+        sizes_pages=sizes or ledger.SIZES_PAGES, samples=samples, is_shredded=shredded, progress=progress_line
+    )
+    progress_line("")
+    if as_json:
+        click.echo(json.dumps(ledger.report(figures, is_shredded=shredded)))
+    else:
+        click.echo(f"{'operation':<20}{'pages':>7}{'us':>10}{'mean':>10}{'p95':>10}{'floor':>10}")
+        for f in figures:
+            floor = "-" if f.floor_us is None else f"{f.floor_us:.1f}"
+            click.echo(f"{f.operation:<20}{f.pages:>7}{f.us:>10.1f}{f.us_mean:>10.1f}{f.us_p95:>10.1f}{floor:>10}")
+    click.echo(f"median, mean and 95th percentile of {samples} calls each", err=True)
+
+
 def progress_line(text: str) -> None:
     """Overwrite one line on a terminal; a pipe or a log file gets nothing."""
     if sys.stderr.isatty():

@@ -226,6 +226,8 @@ def _snapshot(value: object, met: dict[int, int]) -> object:
     if kind is np.ndarray:
         assert isinstance(value, np.ndarray)
         return (value.dtype.str, value.shape, value.tobytes())
+    if kind is memoryview:  # another way to read an array that is an attribute too
+        return None
     if kind is list or kind is tuple:
         return [_snapshot(item, met) for item in value]  # type: ignore[attr-defined]
     if kind is dict:

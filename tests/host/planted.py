@@ -118,7 +118,7 @@ IN_TRIM_AND_TRUNCATE = (
 IN_POOLS = (
     Planted(
         "release frees a page twice", PagePool, "release",
-        "self.free_runs.give(ids)", "self.free_runs.give(np.concatenate((ids, ids[:1])))",
+        "self.free_runs.give(at)", "self.free_runs.give(at); self.free_runs.give(ids[:1])",
     ),
     Planted("release forgets the bound pages", PagePool, "release", "self.reserved -= bound", "pass"),
     Planted("a trimmed lease stays current", PagePool, "dematerialize", "self.renew(ids)", "pass"),
@@ -128,16 +128,16 @@ IN_POOLS = (
     ),
     Planted(
         "a run that is cut stays whole", FreeRuns, "_take_from",
-        "self._starts[index] = last", "self._starts[index] = first",
+        "self._start_of[index] = last", "self._start_of[index] = first",
     ),
     Planted("neighbouring runs are not merged", FreeRuns, "_insert", "if joins_left and joins_right", "if False"),
-    Planted("finish leaks descriptors", LogicalPages, "recycle", "self.free_runs.give(logical)", "pass"),
+    Planted("finish leaks descriptors", LogicalPages, "recycle", "self.free_runs.give(at)", "pass"),
 )  # fmt: skip
 
 IN_SEQUENCES = (
     Planted(
         "finish leaks the bound window", AddressSpaces, "close",
-        "int(self.bound_end[row]) >> PAGE_SHIFT]", "mapped]",
+        "members[row, shared:bound])", "members[row, shared:mapped])",
     ),
     Planted(
         "finish leaves ids in the table", AddressSpaces, "_vacate",
