@@ -33,7 +33,7 @@ from pagedkv.address_space import AddressSpaces
 from pagedkv.config import StoreConfig
 from pagedkv.continuation import Continuation, Continuations
 from pagedkv.errors import MisuseError
-from pagedkv.free_runs import Ids
+from pagedkv.free_runs import Ids, part_of
 from pagedkv.lease_growth import LeaseGrowth
 from pagedkv.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
 from pagedkv.retained_spaces import RetainedSpaces
@@ -214,11 +214,12 @@ class Activations:
         plans = []
         for name, spaces in self.spaces.items():
             plan = self._plan_pool(target, name, frontiers[name], self._entitlement(name, target, frontiers["main"]))
+            available = spaces.pool.available
             # A tail is copied before anything of a moved source is released: its page must be available now.
             first_needed = 1 if plan.copied_columns else 0
-            if plan.claimed_pages > spaces.pool.available + plan.released_pages or first_needed > spaces.pool.available:
-                return Refusal(name, max(plan.claimed_pages - plan.released_pages, first_needed),
-                               spaces.pool.available, forever=False)
+            if plan.claimed_pages > available + plan.released_pages or first_needed > available:
+                return Refusal(name, max(plan.claimed_pages - plan.released_pages, first_needed), available,
+                               forever=False)
             plans.append(plan)
         kind: Kind = "fresh" if target.source is None else "fork" if target.keep_source else "move"
         return ActivationPlan(kind, row, tuple(plans))
@@ -293,7 +294,8 @@ class Activations:
             if not target.keep_source:
                 del self.continuations.states[target.source.number]
         base = prepared.plan.pools[0].frontier
-        self.growth.open(row, {name: self._full_entitlement(name, target, base) for name in self.spaces})
+        if self.growth.is_on:
+            self.growth.open(row, {name: self._full_entitlement(name, target, base) for name in self.spaces})
         return self.sequences.publish(row, base + target.total_tokens)
 
     def abort(self, prepared: PreparedActivation) -> None:
@@ -358,11 +360,11 @@ class Activations:
         spaces, source = self.spaces[part.pool], prepared.target.source
         assert source is not None, "a fresh activation claims numbers only"
         pages = spaces.pages
-        kept = self.continuations.retained[part.pool].spaces[source.number].members[: part.kept_pages]
+        kept = part_of(self.continuations.retained[part.pool].spaces[source.number].index, 0, part.kept_pages)
         page_ids = pages.page_ids(kept)
         if part.copied_columns:
             tail_source = self._source_tail(source.number, part)
-            destination = spaces.pool.bind(1, int(page_ids[-1]) if kept.size else -1)
+            destination = spaces.pool.bind(1, int(page_ids[-1]) if page_ids.size else -1)
             prepared.undo.callback(spaces.pool.unbind, destination)
             prepared.tails[part.pool] = tail = pages.describe_copy(destination, block=part.kept_pages,
                                                                    columns=part.copied_columns)
@@ -383,9 +385,9 @@ class Activations:
         if part.copied_columns:
             pages.unpin(self._source_tail(source.number, part))
         if prepared.target.keep_source:
-            kept = retained.spaces[source.number].members[: part.kept_pages]
-            pages.share_active(kept)
-            return kept
+            space = retained.spaces[source.number]
+            pages.share_active(part_of(space.index, 0, part.kept_pages))
+            return space.members[: part.kept_pages]
         members = retained.take(source.number).members
         kept = members[: part.kept_pages]
         pages.activate(kept)

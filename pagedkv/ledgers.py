@@ -389,7 +389,10 @@ class StoreLedgers:
                 spaces.pool.require_unpinned(
                     spaces.mapped_ids(sequence.row), f"{operation} of row {sequence.row}: release"
                 )
-            spaces.pages.require_unpinned(f"{operation} of row {sequence.row}", spaces.members[sequence.row, :mapped])
+            if spaces.pages.pins_total:
+                spaces.pages.require_unpinned(
+                    f"{operation} of row {sequence.row}", spaces.members[sequence.row, :mapped]
+                )
 
     def _require_tokens(self, operation: str, tokens: object, clause: str) -> None:
         if type(tokens) is not int:

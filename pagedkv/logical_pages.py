@@ -100,24 +100,24 @@ class LogicalPages:
 
     def page_ids(self, logical: Pages) -> Ids:
         """Return a copy of the page group ids of Device replicas, -1 where there is none."""
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         found: Ids = self.device[at]
         return found.copy() if isinstance(at, slice) else found
 
     def renew(self, logical: Pages) -> None:
         """Begin a new life of descriptors: earlier handles are stale, the content is another.  (C7.3, C7.6)"""
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self.serial[at] = self._stamps(count_of(at))
         self.renew_content(at)
 
     def renew_content(self, logical: Pages) -> None:
         """Advance the content epoch: other bytes will stand here from now on.  (C7.6)"""
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self.content[at] = self._stamps(count_of(at))
 
     def recycle(self, logical: Pages) -> None:
         """Free descriptors of private pages whose space ends; their generation ends.  (C7.3)"""
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self.serial[at] = 0
         self._columns[:, at] = _FREE
         self.free_runs.give(at)
@@ -128,7 +128,7 @@ class LogicalPages:
         Raises:
             MisuseError: a page without a writer, or more than 64 columns.
         """
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_least("freezing", at, self.writer[at], 0, "a page with a writer", "C7.5")
         if not 0 <= committed <= PAGE_TOKENS:
             raise MisuseError(f"freezing at {committed} columns", expected=f"0 to {PAGE_TOKENS}", got=committed,
@@ -143,7 +143,7 @@ class LogicalPages:
             MisuseError: a page with a writer, another reference, a pin, protected columns, or no Device replica.
         """
         what = "a writer"
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C7.5")
         self._require(what, at, self.references[at] == 1, "a page of one space", "C7.5")
         self._require_least(what, at, self.device[at], 0, "a page with a Device replica", "C7.5")
@@ -159,7 +159,7 @@ class LogicalPages:
         Raises:
             MisuseError: a page that has a writer, is not full, or nobody holds.
         """
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         held = self.references[at]
         self._require_least("sharing", at, held, 1, "a page that a space holds", "C7.5")
         self._require_most("sharing", at, self.writer[at], NO_WRITER, "a page without a writer", "C7.5")
@@ -172,10 +172,10 @@ class LogicalPages:
         Raises:
             MisuseError: a page that has a writer, is not full, nobody holds, or has no Device replica.
         """
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_least("sharing", at, self.device[at], 0, "a page with a Device replica", "C7.7")
         self.share(at)
-        self.active[at] += _ONE
+        self.active[at] = self.active[at] + _ONE
 
     def activate(self, logical: Pages) -> None:
         """Turn one reference of each page into an active one.  (C7.7)
@@ -184,7 +184,7 @@ class LogicalPages:
             MisuseError: every reference is active already, or the page has no Device replica.
         """
         what = "an active reference"
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         active = self.active[at]
         self._require_least(what, at, self.references[at] - active, 1, "a page with an inactive reference", "C7")
         self._require_least(what, at, self.device[at], 0, "a page with a Device replica", "C7.7")
@@ -197,7 +197,7 @@ class LogicalPages:
             MisuseError: no reference is active, or the page has a writer.
         """
         what = "giving up an active reference"
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         active = self.active[at]
         self._require_least(what, at, active, 1, "a page with an active reference", "C9.8")
         self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C9.8")
@@ -212,7 +212,7 @@ class LogicalPages:
         Raises:
             MisuseError: every reference is active, or the last one of a pinned page would go.
         """
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self.require_releasable(at)
         self.references[at] = left = self.references[at] - _ONE
         gone = self._where_zero(at, left)
@@ -223,12 +223,12 @@ class LogicalPages:
 
     def require_private(self, logical: Pages, what: str) -> None:
         """Refuse pages that another space references.  (C9.6, C9.10)"""
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_most(what, at, self.references[at], 1, "a page of one space", "C9.10")
 
     def require_releasable(self, logical: Pages) -> None:
         """Refuse pages of which no inactive reference can go.  (C9.8)"""
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_least("a release", at, self.references[at] - self.active[at], 1,
                             "a page with an inactive reference", "C9.8")
         self.require_unpinned("a release", at)
@@ -241,7 +241,7 @@ class LogicalPages:
         Raises:
             MisuseError: more columns than are committed, or a page with a writer.
         """
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_most("protection", at, self.writer[at], NO_WRITER, "a page without a writer", "C7.8")
         for low, high in ((before, columns), (columns, self.committed[at])):
             self._require_least("protection", at, high - low, 0, "at most the committed columns", "C7.8")
@@ -255,7 +255,7 @@ class LogicalPages:
             MisuseError: a page that is protected less than `before`.
         """
         what, expected = "giving up protection", "a page that is protected so far"
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         left = self.protectors[at] - (before >> PAGE_SHIFT)
         self._require_least(what, at, left, 0, expected, "C7.8")
         self._require_least(what, at, self.protected[at] - before, 0, expected, "C7.8")
@@ -270,7 +270,7 @@ class LogicalPages:
                 reference or a pin.
         """
         what = f"a cut to {columns} columns"
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         committed = self.committed[at]
         self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C9.10")
         self._require(what, at, self.references[at] == 1, "a page of one space", "C9.10")
@@ -304,7 +304,7 @@ class LogicalPages:
         Raises:
             MisuseError: a page that no copy fills.
         """
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_filled("the publication of a copy", at)
         self._unpin(at)
         self.references[at] = 1
@@ -317,7 +317,7 @@ class LogicalPages:
         Raises:
             MisuseError: a page that no copy fills.
         """
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_filled("the abort of a copy", at)
         self._unpin(at)
         self.recycle(at)
@@ -328,7 +328,7 @@ class LogicalPages:
         Raises:
             MisuseError: a page without a Device replica, one that is being filled, or one that nobody holds.
         """
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_least("a pin", at, self.device[at], 0, "a page with a Device replica", "C7.4")
         self._require_least("a pin", at, self.references[at], 1, "a page that a space holds", "C7.4")
         self.pins[at] += _ONE
@@ -340,7 +340,7 @@ class LogicalPages:
         Raises:
             MisuseError: a page that is not pinned (S35).
         """
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self._require_least("an unpin", at, self.pins[at], 1, "a pinned source", "C7.4")
         self._require_least("an unpin", at, self.references[at], 1, "a pinned source", "C7.4")
         self._unpin(at)
@@ -351,7 +351,7 @@ class LogicalPages:
         Of a shared page one reference may go: whoever pinned it claims a space that holds it.
         """
         if self.pins_total:
-            at = self.index_of(logical)
+            at = self.free_runs.index_of(logical)
             is_kept = (self.pins[at] == 0) | (self.references[at] > 1)
             self._require(what, at, is_kept, "a page that no copy uses", "C7.4")
 
@@ -359,7 +359,7 @@ class LogicalPages:
 
     def _take(self, page_ids: Ids, first_block: int, after: int) -> tuple[Ids, Index]:
         logical = self.free_runs.take(page_ids.size, after)
-        at = self.index_of(logical)
+        at = self.free_runs.index_of(logical)
         self.device[at] = page_ids
         self.block[at] = np.arange(first_block, first_block + page_ids.size, dtype=np.int32)
         self.renew(at)
@@ -384,20 +384,22 @@ class LogicalPages:
         """Return the descriptors at which a condition holds, in order."""
         found = mask.nonzero()[0]
         chosen = found + at.start if isinstance(at, slice) else at[found]
-        return self.index_of(chosen.astype(np.int32))
+        return self.free_runs.index_of(chosen.astype(np.int32))
 
     def _require_filled(self, what: str, at: Index) -> None:
-        is_filled = (self.references[at] == 0) & (self.pins[at] == 1)
-        self._require(what, at, is_filled, "a page that a copy fills", "C7.4")
+        pins, expected = self.pins[at], "a page that a copy fills"
+        self._require_most(what, at, self.references[at], 0, expected, "C7.4")
+        self._require_least(what, at, pins, 1, expected, "C7.4")
+        self._require_most(what, at, pins, 1, expected, "C7.4")
 
     def _require_least(self, what: str, at: Index, values: Columns, least: int, expected: str, clause: str) -> None:
         """Refuse an operation unless every page's value is at least so much."""
-        if values.size and lowest(values) < least:
+        if values.size and values.item(values.argmin()) < least:
             self._require(what, at, values >= least, expected, clause)
 
     def _require_most(self, what: str, at: Index, values: Columns, most: int, expected: str, clause: str) -> None:
         """Refuse an operation unless every page's value is at most so much."""
-        if values.size and highest(values) > most:
+        if values.size and values.item(values.argmax()) > most:
             self._require(what, at, values <= most, expected, clause)
 
     def _require(self, what: str, at: Index, holds: Mask, expected: str, clause: str) -> None:

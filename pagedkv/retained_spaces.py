@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.errors import MisuseError
-from pagedkv.free_runs import Ids, highest
-from pagedkv.logical_pages import LogicalPages
+from pagedkv.free_runs import Ids, Index, highest, part_of
+from pagedkv.logical_pages import LogicalPages, Pages
 from pagedkv.pool import PagePool
 from pagedkv.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
 
@@ -33,10 +33,12 @@ class RetainedSpace:
 
     Attributes:
         members: (n,) int32, logical pages in block order; n = ceil(frontier / 64).
+        index: the same pages as the columns' index, found once for all forks of them.
         frontier, protected_frontier: tokens.
     """
 
     members: Ids
+    index: Index
     frontier: int
     protected_frontier: int
 
@@ -51,12 +53,12 @@ class RetainedSpaces:
 
     def keep(self, number: int, members: Ids, frontier: int) -> None:
         """Hold pages whose inactive reference and committed columns are set, and protect them.  (C7.8, C9.8)"""
-        self.spaces[number] = RetainedSpace(members, frontier, 0)
+        self.spaces[number] = RetainedSpace(members, self.pages.index_of(members), frontier, 0)
         self._raise_protection(self.spaces[number], frontier)
 
     def require_releasable(self, number: int, what: str) -> None:
         """Refuse to let go of a space while a copy uses one of its pages.  (C7.4)"""
-        self.pages.require_releasable(self.spaces[number].members)
+        self.pages.require_releasable(self.spaces[number].index)
         self.require_untransferred(number, what)
 
     def require_untransferred(self, number: int, what: str) -> None:
@@ -70,7 +72,7 @@ class RetainedSpaces:
         Returns:
             The page group ids that became available.
         """
-        return self.drop(self.take(number).members)
+        return self.drop(self.take(number).index)
 
     def take(self, number: int) -> RetainedSpace:
         """Remove a space that becomes active or ends: its protection goes, its references stay.  (C10.4)"""
@@ -79,9 +81,9 @@ class RetainedSpaces:
         del self.spaces[number]
         return space
 
-    def drop(self, members: Ids) -> Ids:
+    def drop(self, logical: Pages) -> Ids:
         """Drop one inactive reference of each page; returns the page group ids that became available."""
-        page_ids = self.pages.release(members)
+        page_ids = self.pages.release(logical)
         if page_ids.size:
             self.pool.release(page_ids, leased=page_ids.size)
         return page_ids
@@ -130,34 +132,36 @@ class RetainedSpaces:
             self.pages.withdraw(space.members[keep - 1 : keep], tokens & PAGE_MASK)
         gone = space.members[keep:]
         space.members = space.members[:keep].copy()
+        space.index = part_of(space.index, 0, keep)
         space.frontier = tokens
         return self.drop(gone)
 
     def _raise_protection(self, space: RetainedSpace, tokens: int) -> None:
         first = space.protected_frontier >> PAGE_SHIFT
-        changed = space.members[first : pages_for_tokens(tokens)]
-        self.pages.raise_protection(changed, _cover(space.protected_frontier, first, changed.size),
-                                    _cover(tokens, first, changed.size))
+        last = pages_for_tokens(tokens)
+        self.pages.raise_protection(part_of(space.index, first, last),
+                                    _cover(space.protected_frontier, first, last - first),
+                                    _cover(tokens, first, last - first))
         space.protected_frontier = tokens
 
     def _lower_protection(self, number: int, space: RetainedSpace, tokens: int) -> None:
-        first = tokens >> PAGE_SHIFT
-        changed = space.members[first : pages_for_tokens(space.protected_frontier)]
-        before = _cover(space.protected_frontier, first, changed.size)
-        after = _cover(tokens, first, changed.size)
-        self.pages.lower_protection(changed, before, np.maximum(after, self._others(number, first, changed)))
+        first, last = tokens >> PAGE_SHIFT, pages_for_tokens(space.protected_frontier)
+        changed = part_of(space.index, first, last)
+        before = _cover(space.protected_frontier, first, last - first)
+        after = _cover(tokens, first, last - first)
+        others = self._others(number, first, changed, space.members[first:last])
+        self.pages.lower_protection(changed, before, after if others is None else np.maximum(after, others))
         space.protected_frontier = tokens
 
-    def _others(self, number: int, first: int, changed: Ids) -> npt.NDArray[np.int32]:
-        """Return the most that the other inactive spaces protect partly of pages from block `first` on.
+    def _others(self, number: int, first: int, at: Index, changed: Ids) -> npt.NDArray[np.int32] | None:
+        """Return the most that the other inactive spaces protect partly of pages from block `first` on, or None.
 
         Whole pages are counted in `protectors`, so only a page that another inactive space holds, and none
         protects whole, is looked for: rare, because what is protected partly is the tail of one space.
         """
-        most = np.zeros(changed.size, np.int32)
-        at = self.pages.index_of(changed)
         if not changed.size or highest(self.pages.references[at] - self.pages.active[at]) <= 1:
-            return most
+            return None
+        most = np.zeros(changed.size, np.int32)
         for other_number, other in self.spaces.items():
             if other_number == number:
                 continue

@@ -84,11 +84,12 @@ class Sequences:
 
     def publish(self, row: int, budget_tokens: int) -> Sequence:
         """Let a leased row be an active sequence.  (C10.3)"""
-        self.serials[row] = self._serial_next
-        self._serial_next += 1
+        serial = self._serial_next
+        self.serials[row] = serial
+        self._serial_next = serial + 1
         self.budget_tokens[row] = budget_tokens
         self.stamp += 1
-        return Sequence(self.store_id, row, int(self.serials[row]))
+        return Sequence(self.store_id, row, serial)
 
     def end(self, sequence: Sequence) -> None:
         """End a sequence whose spaces were closed or detached, and return its row.  (C9.8)"""

@@ -85,10 +85,6 @@ class Bench:
                 assert continuation is not None
                 self.ledgers.release(continuation)
 
-    def target(self, tokens: int, source: pk.Continuation | None = None, *, keep: bool = True) -> pk.ActivationTarget:
-        """Return a target with no output budget."""
-        return pk.ActivationTarget(tokens, 0, source=source, keep_source=keep)
-
     def activate(self, target: pk.ActivationTarget) -> pk.Sequence:
         """Activate what must fit."""
         answer = self.ledgers.try_activate(target)
@@ -97,7 +93,7 @@ class Bench:
 
     def written(self, tokens: int) -> pk.Sequence:
         """Return a sequence that has committed its whole prompt."""
-        sequence = self.activate(self.target(tokens))
+        sequence = self.activate(pk.ActivationTarget(tokens, 0))
         unit, _ = self.ledgers.begin_unit("prefill", self.ledgers.batch([sequence]), {"main": tokens})
         self.ledgers.commit_unit(unit)
         return sequence
@@ -122,17 +118,17 @@ class Bench:
 
     def admit(self) -> Case:
         """A fresh sequence of that many pages; it reserves them."""
-        made: list[pk.Sequence] = []
+        made: list[Any] = []
         while True:
-            yield lambda: made.append(self.activate(self.target(self.aligned)))
+            yield lambda: made.append(self.ledgers.try_activate(pk.ActivationTarget(self.pages * pk.PAGE_TOKENS, 0)))
             self.ledgers.finish(made.pop())
 
     def fork(self, tokens: int) -> Case:
         """A sequence from a continuation that is kept."""
         source = self.retained(tokens)
-        made: list[pk.Sequence] = []
+        made: list[Any] = []
         while True:
-            yield lambda: made.append(self.activate(self.target(ROOM_TOKENS // 2, source)))
+            yield lambda: made.append(self.ledgers.try_activate(pk.ActivationTarget(64, 0, source=source)))
             self.ledgers.finish(made.pop())
 
     def finish_fresh(self) -> Case:
@@ -145,7 +141,7 @@ class Bench:
         """The end of a sequence whose pages all belong to a continuation too."""
         source = self.retained(self.aligned)
         while True:
-            sequence = self.activate(self.target(ROOM_TOKENS // 2, source))
+            sequence = self.activate(pk.ActivationTarget(64, 0, source=source))
             yield lambda sequence=sequence: self.ledgers.finish(sequence)  # type: ignore[misc]
 
     def snapshot(self, tokens: int) -> Case:
@@ -177,11 +173,11 @@ class Bench:
 
     def move(self) -> Case:
         """A continuation becomes a sequence."""
-        made: list[pk.Sequence] = []
+        made: list[Any] = []
         while True:
             source = self.retained(self.unaligned)
             yield lambda source=source: made.append(  # type: ignore[misc]
-                self.activate(self.target(ROOM_TOKENS // 2, source, keep=False))
+                self.ledgers.try_activate(pk.ActivationTarget(64, 0, source=source, keep_source=False))
             )
             self.ledgers.finish(made.pop())
 

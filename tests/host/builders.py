@@ -31,7 +31,7 @@ from pagedkv.unit_guard import SubmittedUnit
 GEOMETRY = KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64)
 DRAFT_GEOMETRY = KVGeometry(layers=1, query_heads=8, kv_heads=4, head_dim=128)
 
-PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+PLAIN = frozenset({type(None), bool, int, float, str, bytes, slice})
 
 UNSEEN = frozenset({"config", "_crossing"})
 """Attributes that no snapshot holds: a frozen value, and a scratch buffer that no call reads before it writes."""
