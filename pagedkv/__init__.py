@@ -35,6 +35,7 @@ from pagedkv.errors import (
     Corruption,
     DeviceFault,
     EntitlementExceeded,
+    JournalFailed,
     MissingRequirement,
     MisuseError,
     PagedKVError,
@@ -45,6 +46,8 @@ from pagedkv.errors import (
     TransferFailed,
     UnitInFlight,
 )
+from pagedkv.events import PageEvent, PageObserver
+from pagedkv.journal_replay import JournalDifference, ReplayReport, replay_journal
 from pagedkv.kernels import shipped_modules
 from pagedkv.layout import control_words
 from pagedkv.ledgers import Batch, StoreLedgers
@@ -81,6 +84,8 @@ __all__ = [
     "Event",
     "ExplicitCapacity",
     "Graph",
+    "JournalDifference",
+    "JournalFailed",
     "KVGeometry",
     "Kernel",
     "MTPBackend",
@@ -88,6 +93,8 @@ __all__ = [
     "MisuseError",
     "ModuleSpec",
     "Ops",
+    "PageEvent",
+    "PageObserver",
     "PagedKVBatchLayerView",
     "PagedKVError",
     "PagedKVLayerView",
@@ -95,6 +102,7 @@ __all__ = [
     "PoolPlan",
     "Profile",
     "Refusal",
+    "ReplayReport",
     "Route",
     "Sequence",
     "SnapshotRefused",
@@ -116,6 +124,7 @@ __all__ = [
     "open_device",
     "open_store",
     "plan",
+    "replay_journal",
     "shipped_modules",
     "workspace_bytes",
 ]

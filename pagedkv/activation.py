@@ -283,12 +283,16 @@ class Activations:
             if copied.size:
                 spaces.pool.materialize(1)
                 spaces.pages.publish_copy(copied, writer=row, active=1)
+                spaces.events.record("materialize", row, part.kept_pages, spaces.pages.device[copied])
                 members = np.concatenate((members, copied))
             if members.size:
                 spaces.adopt(row, members, prepared.tables[part.pool], frontier=part.frontier,
                              entitlement_pages=part.entitlement_pages)
             else:
                 spaces.open(row, entitlement_pages=part.entitlement_pages)
+        for pool, page_ids in prepared.tables.items():
+            if page_ids.size:
+                self.spaces[pool].events.record("publish", row, 0, page_ids)
         if target.source is not None:
             self.continuations.unclaim(target.source)
             if not target.keep_source:
@@ -394,7 +398,7 @@ class Activations:
         if part.kept_pages > part.frontier >> PAGE_SHIFT:  # the partial tail moves: cut, and written by the row
             pages.withdraw(kept[-1:], part.frontier & PAGE_MASK)
             pages.thaw(kept[-1:], prepared.plan.row)
-        retained.drop(members[part.kept_pages :])
+        retained.drop(members[part.kept_pages :], first_block=part.kept_pages, pages=members.size - part.kept_pages)
         return kept
 
     def _source_tail(self, number: int, part: PoolPlan) -> Ids:

@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from pagedkv.block_tables import UNMAPPED, BlockTable, TableSlices, flatten_ranges
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
+from pagedkv.events import PageEvents, PoolEvents
 from pagedkv.free_runs import Ids
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import DevicePageLease, PagePool
@@ -60,9 +61,11 @@ class AddressSpaces:
     """
 
     def __init__(
-        self, pool: PagePool, pages: LogicalPages, table: BlockTable, *, max_context: int | None = None
+        self, pool: PagePool, pages: LogicalPages, table: BlockTable, *, max_context: int | None = None,
+        events: PoolEvents | None = None,
     ) -> None:
         self.pool = pool
+        self.events = PoolEvents(pool.name, PageEvents()) if events is None else events
         self.max_context = table.blocks * PAGE_TOKENS if max_context is None else max_context
         self.pages = pages
         self.table = table
@@ -129,6 +132,7 @@ class AddressSpaces:
         if frontier & PAGE_MASK:
             self.pages.freeze(members[frontier >> PAGE_SHIFT :], frontier & PAGE_MASK)
         self.pages.deactivate(members)
+        self.events.record("release", row, mapped, members[:0])
         self._vacate(row, mapped)
         return members, frontier
 
@@ -179,7 +183,9 @@ class AddressSpaces:
         counts = ((new_ends - old_ends) >> PAGE_SHIFT).astype(np.int64)
         self.pool.materialize(int(counts.sum()))
         self.mapped_end[rows] = new_ends
-        return TableSlices(rows, (old_ends >> PAGE_SHIFT).astype(np.int64), counts)
+        slices = TableSlices(rows, (old_ends >> PAGE_SHIFT).astype(np.int64), counts)
+        self.events.record_slices("materialize", slices, self.table.mirror)
+        return slices
 
     def require_entitled(self, ends: Tokens) -> None:
         """Refuse ends beyond the entitlement of their row.  (C9.3)
@@ -243,6 +249,7 @@ class AddressSpaces:
         self.pool.dematerialize(self.table.mirror[flat])
         self.pages.renew(logical)
         self.mapped_end[rows] = keep_ends[rows]
+        self.events.record_slices("trim", TableSlices(rows, keep_blocks, counts), self.table.mirror)
         return int(counts.sum())
 
     def truncate(self, row: int, tokens: int) -> None:
@@ -280,12 +287,19 @@ class AddressSpaces:
             private = self.pages.index_of(self.members[row, shared:bound])
             self.pool.release(self.table.mirror[row, shared:bound], leased=mapped - shared)
             self.pages.recycle(private)
+        first_gone = shared
         if shared:
             immutable = self.pages.index_of(self.members[row, :shared])
             self.pages.deactivate(immutable)
             page_ids = self.pages.release(immutable)
             if page_ids.size:
                 self.pool.release(page_ids, leased=page_ids.size)
+            first_gone -= page_ids.size  # spaces share prefixes only: what nobody else holds is a suffix
+        kept = mapped - self.provisional_pages(row)
+        mirror = self.table.mirror[row]
+        if kept < mapped:
+            self.events.record("trim", row, kept, mirror[kept:mapped])
+        self.events.record("release", row, first_gone, mirror[first_gone:kept])
         self._vacate(row, bound)
 
     def _vacate(self, row: int, kept: int) -> None:

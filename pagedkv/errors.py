@@ -18,6 +18,7 @@ every refusal.  Scarcity inside a step is an answer (a value), never an exceptio
       DeviceFault                       a kernel failed: kernel, block and thread
         Corruption                      bytes or entries that nobody was to change (sanitizer mode)
         StreamHazard                    work in the wrong order, memory re-used too early (cpu device, deferred)
+      JournalFailed                     lines of a journal could not be written; every operation stands
       StoreLatched                      the store stopped after a device error (C12.4)
       MissingRequirement                a compiler, driver, package or model is not there
 
@@ -99,6 +100,10 @@ class SnapshotRefused(PagedKVError):
 
 class TransferFailed(PagedKVError):
     """A copy of page groups could not be queued: the transfer is aborted, its source is as it was (C7.4)."""
+
+
+class JournalFailed(PagedKVError):
+    """A line of a journal could not be written.  Every operation stands; field `lines` counts those before it."""
 
 
 class DeviceFault(PagedKVError):

@@ -22,6 +22,7 @@ from pagedkv.block_tables import BlockTable, TableSlices
 from pagedkv.config import VERIFY_WIDTH_MAX, StoreConfig
 from pagedkv.continuation import Continuation, Continuations
 from pagedkv.errors import MisuseError
+from pagedkv.events import PageEvents, PoolEvents
 from pagedkv.lease_growth import LeaseGrowth
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
@@ -60,16 +61,19 @@ class StoreLedgers:
 
     def __init__(self, config: StoreConfig, store_id: int = 0) -> None:
         self.config = config
+        self.events = PageEvents()
         self.spaces: dict[str, AddressSpaces] = {
             pool.name: AddressSpaces(
                 PagePool(pool.name, pool.pages), LogicalPages(pool.pages),
                 BlockTable(rows=config.max_concurrency, blocks=config.blocks), max_context=config.max_context,
+                events=PoolEvents(pool.name, self.events),
             )
             for pool in config.pools
         }
         self.sequences = Sequences(config.max_concurrency, store_id)
         self.continuations = Continuations(
-            {name: RetainedSpaces(spaces.pool, spaces.pages) for name, spaces in self.spaces.items()}, store_id
+            {name: RetainedSpaces(spaces.pool, spaces.pages, spaces.events) for name, spaces in self.spaces.items()},
+            store_id,
         )
         self.growth = LeaseGrowth(config, self.spaces)
         self.activations = Activations(config, self.spaces, self.sequences, self.continuations, self.growth)
@@ -97,8 +101,8 @@ class StoreLedgers:
 
     def try_activate(self, target: ActivationTarget) -> Sequence | Refusal:
         """Prepare and commit, where nobody has bytes to copy or tables to publish.  (C10.2, C10.9)"""
-        prepared = self.activations.prepare(target)
-        return prepared if isinstance(prepared, Refusal) else self.activations.commit(prepared)
+        prepared = self.prepare_activation(target)
+        return prepared if isinstance(prepared, Refusal) else self.commit_activation(prepared)
 
     def finish(self, sequence: Sequence, *, retain: bool = False, state: object = None) -> Continuation | None:
         """Trim, give up reservation, row and writers, then retain the pages or release them.  (C9.8)
@@ -174,7 +178,7 @@ class StoreLedgers:
     def try_snapshot(self, sequence: Sequence, state: object = None) -> Continuation | Refusal:
         """Prepare and commit, where nobody has bytes to copy.  (C10.6)"""
         prepared = self.prepare_snapshot(sequence, state)
-        return prepared if isinstance(prepared, Refusal) else self.snapshots.commit(prepared)
+        return prepared if isinstance(prepared, Refusal) else self.commit_snapshot(prepared)
 
     def release(self, continuation: Continuation) -> None:
         """Give up every membership of a continuation; a page is freed with its last reference.  (C9.8)

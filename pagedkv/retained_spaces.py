@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.errors import MisuseError
+from pagedkv.events import PageEvents, PoolEvents
 from pagedkv.free_runs import Ids, Index, highest, part_of
 from pagedkv.logical_pages import LogicalPages, Pages
 from pagedkv.pool import PagePool
@@ -46,9 +47,10 @@ class RetainedSpace:
 class RetainedSpaces:
     """The inactive spaces of one pool, by the number of their continuation."""
 
-    def __init__(self, pool: PagePool, pages: LogicalPages) -> None:
+    def __init__(self, pool: PagePool, pages: LogicalPages, events: PoolEvents | None = None) -> None:
         self.pool = pool
         self.pages = pages
+        self.events = PoolEvents(pool.name, PageEvents()) if events is None else events
         self.spaces: dict[int, RetainedSpace] = {}
 
     def keep(self, number: int, members: Ids, frontier: int) -> None:
@@ -72,7 +74,8 @@ class RetainedSpaces:
         Returns:
             The page group ids that became available.
         """
-        return self.drop(self.take(number).index)
+        space = self.take(number)
+        return self.drop(space.index, first_block=0, pages=space.members.size)
 
     def take(self, number: int) -> RetainedSpace:
         """Remove a space that becomes active or ends: its protection goes, its references stay.  (C10.4)"""
@@ -81,11 +84,16 @@ class RetainedSpaces:
         del self.spaces[number]
         return space
 
-    def drop(self, logical: Pages) -> Ids:
-        """Drop one inactive reference of each page; returns the page group ids that became available."""
+    def drop(self, logical: Pages, *, first_block: int, pages: int) -> Ids:
+        """Drop one inactive reference of each of `pages` pages, which stand from a block on.
+
+        Returns:
+            The page group ids that became available: the last ones, because spaces share prefixes only.
+        """
         page_ids = self.pages.release(logical)
         if page_ids.size:
             self.pool.release(page_ids, leased=page_ids.size)
+            self.events.record("release", None, first_block + pages - page_ids.size, page_ids)
         return page_ids
 
     def sole_pages(self, members: Ids) -> int:
@@ -134,7 +142,7 @@ class RetainedSpaces:
         space.members = space.members[:keep].copy()
         space.index = part_of(space.index, 0, keep)
         space.frontier = tokens
-        return self.drop(gone)
+        return self.drop(gone, first_block=keep, pages=gone.size)
 
     def _raise_protection(self, space: RetainedSpace, tokens: int) -> None:
         first = space.protected_frontier >> PAGE_SHIFT

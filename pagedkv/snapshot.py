@@ -123,6 +123,7 @@ class Snapshots:
                 spaces.pages.unpin(self._source_tail(spaces, row))
                 spaces.pool.materialize(1)
                 spaces.pages.publish_copy(tail, writer=-1, active=0)
+                spaces.events.record("materialize", None, members.size, spaces.pages.device[tail])
                 members = np.concatenate((members, tail))
             kept[name] = (members, int(spaces.frontier[row]))
         return self.continuations.keep(kept, prepared.state)

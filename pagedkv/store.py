@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ from pagedkv.errors import (
     MisuseError,
     SnapshotRefused,
 )
+from pagedkv.events import PageObserver
+from pagedkv.journal import Journal, JournaledLedgers
 from pagedkv.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
 from pagedkv.ledgers import Batch, Columns, PoolSlices, StoreLedgers
 from pagedkv.ops import Ops
@@ -79,14 +81,17 @@ class Store(StoreLife):
     besides stands at the method.
     """
 
-    def __init__(self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None) -> None:
+    def __init__(
+        self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None, journal: Journal | None = None
+    ) -> None:
         require_config(config)
         self.config = config
         self.plan = plan
         super().__init__(device)
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
-        self._ledgers = _build_ledgers(config)
+        self._journal = journal
+        self._ledgers = _build_ledgers(config, journal)
         self._slabs: dict[str, Array] = {
             slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype, name=slab.name)
             for slab in self.layout.slabs
@@ -113,6 +118,22 @@ class Store(StoreLife):
                                        self._ledgers.spaces, latch=self.latch, scratch=self.control_ingress[:1])
         self._actions = DeviceActions(self.ops, device, self.stream, self._pool_planes(), self.block_tables,
                                       self._ledgers.spaces, self.sanitizer)
+
+    def close(self) -> None:
+        """Wait for the stream, give the slabs back, and close the journal; closing twice is harmless.
+
+        Raises:
+            DeviceFault, CaptureRefused: as `StoreLife.close`.
+            JournalFailed: a line of the journal could not be written; the store is closed.
+        """
+        try:
+            super().close()
+        except BaseException as error:
+            if self._is_closed and self._journal is not None:
+                self._journal.close_after(error)
+            raise
+        if self._journal is not None:
+            self._journal.close()
 
     def _release(self) -> None:
         self.views.clear()
@@ -175,7 +196,9 @@ class Store(StoreLife):
             if self._latch is None:
                 self._withdraw()
             raise
-        return self._ledgers.commit_activation(prepared)
+        sequence = self._ledgers.commit_activation(prepared)
+        self._ledgers.events.deliver()
+        return sequence
 
     def can_honour(self, target: ActivationTarget) -> bool:
         """Say whether `activate` would succeed now; no side effects.  (C10.9)"""
@@ -206,7 +229,7 @@ class Store(StoreLife):
         """
         self._enter("finish", can_withdraw=True)
         continuation = self._ledgers.finish(sequence, retain=retain, state=state)
-        self._withdraw()
+        self._settle()
         return continuation
 
     def abort(self, sequence: Sequence) -> bool:
@@ -218,7 +241,7 @@ class Store(StoreLife):
         """
         self._enter("abort", can_withdraw=True)
         has_ended = self._ledgers.abort(sequence)
-        self._withdraw()
+        self._settle()
         return has_ended
 
     # ---- continuations ----------------------------------------------------------------------------
@@ -246,7 +269,9 @@ class Store(StoreLife):
         except BaseException:
             self._ledgers.abort_snapshot(prepared)
             raise
-        return self._ledgers.commit_snapshot(prepared)
+        checkpoint = self._ledgers.commit_snapshot(prepared)
+        self._ledgers.events.deliver()
+        return checkpoint
 
     def snapshot(self, sequence: Sequence, *, state: object = None) -> Continuation:
         """Checkpoint an active sequence at a boundary; it runs on.  (C10.6)
@@ -276,6 +301,7 @@ class Store(StoreLife):
         """
         self._enter("release")
         self._ledgers.release(continuation)
+        self._ledgers.events.deliver()
 
     def protect(self, continuation: Continuation, tokens: int, pool: str = "main") -> None:
         """Set the frontier below which `truncate` may not cut a continuation, up or down.  (C7.8)
@@ -414,9 +440,9 @@ class Store(StoreLife):
                               got="one that was not waited for", remedy="call wait(unit), or poll()", clause="C12.3")
         wanted = accepted if accepted is None or isinstance(accepted, Mapping) else {"main": accepted}
         self._ledgers.commit_unit(unit, wanted)
-        self._withdraw()  # an abort takes effect here
         self._completed.discard(unit.number)
         self._events.pop(unit.number, None)
+        self._settle()  # an abort takes effect here
 
     def fail(self, unit: SubmittedUnit) -> None:
         """End a unit without a commit, after what it launched has drained.  (C9.5)
@@ -428,8 +454,8 @@ class Store(StoreLife):
         self._ledgers.guard.require_open(unit, "fail")
         self.wait(unit)
         self._ledgers.fail_unit(unit)
-        self._withdraw()
         self._completed.discard(unit.number)
+        self._settle()
 
     def launch_graph(self, graph: Graph) -> None:
         """Replay a captured graph on the store's stream; a device error latches the store.  (C12.4)"""
@@ -512,7 +538,7 @@ class Store(StoreLife):
         """
         self._enter("trim", can_withdraw=True)
         pages = self._ledgers.trim(batch, pool, provisional)
-        self._withdraw()
+        self._settle()
         return pages
 
     def truncate(self, target: Sequence | Continuation, tokens: int, pool: str = "main") -> None:
@@ -529,7 +555,7 @@ class Store(StoreLife):
             self._ledgers.truncate_continuation(target, tokens, pool)
         else:
             self._ledgers.truncate(target, tokens, pool)
-        self._withdraw()
+        self._settle()
 
     def committed_tokens(self, target: Sequence | Continuation, pool: str = "main") -> int:
         """Return the committed frontier in one pool, in tokens; StaleHandle when it ended.  (C9.1)"""
@@ -593,11 +619,40 @@ class Store(StoreLife):
             }
         return summary
 
+    def observe(self, observer: PageObserver) -> Callable[[], None]:
+        """Call `observer` with every later PageEvent, at the end of the operation that caused it.  (C9.6, C13.3)
+
+        In the order in which things happened, and never for what was refused or aborted.  An observer that raises is
+        logged: the operation stands and the others are told.  See `events.py` for what each kind means.
+
+        Returns:
+            What ends it; calling that again is harmless.
+
+        Raises:
+            MisuseError: the observer cannot be called.
+        """
+        self._enter("observe")
+        return self._ledgers.events.observe(observer)
+
+    def event_counts(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return, per pool and kind of event, pages and bytes so far, observed or not; works when latched.  (C3.11)"""
+        counts: dict[str, dict[str, dict[str, int]]] = {}
+        for pool in self.config.pools:
+            pages, page_bytes = self._ledgers.spaces[pool.name].events.pages, pool.page_bytes
+            counts[pool.name] = {kind: {"pages": n, "bytes": n * page_bytes} for kind, n in pages.items()}
+        return counts
+
     # ---- helpers ----------------------------------------------------------------------------------
 
     def _publish(self, slices: PoolSlices) -> None:
+        if not slices:
+            return
         with self._latching():
             self._actions.publish(slices)
+        for pool, gained in slices.items():
+            spaces = self._ledgers.spaces[pool]
+            spaces.events.record_slices("publish", gained, spaces.table.mirror)
+        self._ledgers.events.deliver()
 
     def _retained(self, continuation: Continuation, pool: str) -> RetainedSpace:
         number = self._ledgers.continuations.require_current(continuation)
@@ -607,6 +662,12 @@ class Store(StoreLife):
     def _withdraw(self) -> None:
         with self._latching():
             self._actions.withdraw()
+
+    def _settle(self) -> None:
+        """End an operation that may have changed memberships: withdraw entries (sanitizer mode), tell observers."""
+        self._withdraw()
+        if self._ledgers.events.pending:
+            self._ledgers.events.deliver()
 
     def _pool_planes(self) -> dict[str, list[tuple[Array, PlaneGeometry]]]:
         """Return every plane of every pool with its geometry, in ordinal order.  (C4.2)"""
@@ -626,10 +687,11 @@ class Store(StoreLife):
         )
 
 
-def _build_ledgers(config: StoreConfig) -> StoreLedgers:
+def _build_ledgers(config: StoreConfig, journal: Journal | None) -> StoreLedgers:
     """Build the ledgers under an id that no other process on this machine uses: a handle from there is refused."""
+    store_id = os.getpid() << 32 | next(_STORE_IDS)
     try:
-        return StoreLedgers(config, os.getpid() << 32 | next(_STORE_IDS))
+        return StoreLedgers(config, store_id) if journal is None else JournaledLedgers(config, store_id, journal)
     except MemoryError as error:
         raise CapacityError(
             "the ledgers of a store", expected="host memory for page descriptors and table mirrors", got=str(error),

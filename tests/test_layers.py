@@ -25,14 +25,15 @@ LAYER_OF = {
         ("errors", "quantities", "config", "profiles", "codecs", "planes", "attention_shape", "layout", "planner",
          "clauses"), "values"
     ),
-    **dict.fromkeys(("packed_planes", "page_runs"), "values"),
+    **dict.fromkeys(("packed_planes", "page_runs", "caught", "config_json"), "values"),
     **dict.fromkeys(
-        ("free_runs", "pool", "host_arena", "logical_pages", "address_space", "retained_spaces", "block_tables"),
+        ("free_runs", "pool", "host_arena", "logical_pages", "address_space", "retained_spaces", "block_tables",
+         "events"),
         "ledgers",
     ),
     **dict.fromkeys(
         ("sequence", "continuation", "activation", "snapshot", "lease_growth", "ledgers", "transfers", "unit_guard",
-         "check", "journal", "events", "inspection"), "combining"
+         "check", "journal", "journal_words", "journal_replay", "inspection"), "combining"
     ),
     **dict.fromkeys(("views", "ops", "kernels", "page_mover", "page_fingerprints", "devices"), "device side"),
     **dict.fromkeys(("transfer_engine", "sanitizer", "device_actions", "store_life", "store", "opening"), "store"),

@@ -238,7 +238,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "            self._ops.fill_pages(planes, table[row, first:end], words, stream=self._stream)\n",
            "            del row, first, end\n", (SANITIZER,)),
     Mutant("C11.1", "a finished sequence's entries stay", "pagedkv/store.py",
-           "retain=retain, state=state)\n        self._withdraw()\n",
+           "retain=retain, state=state)\n        self._settle()\n",
            "retain=retain, state=state)\n", (SANITIZER,)),
     Mutant("C11.1", "a write into the guard page goes unseen", "pagedkv/sanitizer.py",
            "if (host.view(np.uint8) != GUARD_BYTE).any():", "if False:", (SANITIZER,)),

@@ -1,0 +1,374 @@
+"""The journal: every decision is a line, and the lines alone repeat the run.  (C6.2, C10, C16)"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pagedkv as pk
+from pagedkv import address_space
+from pagedkv.activation import ActivationTarget
+from pagedkv.address_space import AddressSpaces
+from pagedkv.check import check_ledgers
+from pagedkv.config import Backend, DraftFullBackend, MTPBackend, StoreConfig
+from pagedkv.config_json import config_as_json, config_from_json
+from pagedkv.errors import ConfigError
+from pagedkv.journal import RECORDED, Journal, JournaledLedgers
+from pagedkv.ledgers import StoreLedgers
+from pagedkv.sequence import Sequence
+from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, activate, make_config, make_ledgers, trim, write
+from tests.host.planted import Planted
+from tests.host.sharing_walk import SharingWalk
+
+BACKENDS = [None, MTPBackend(5), DraftFullBackend(DRAFT_GEOMETRY)]
+QUERIES = {"explain", "batch", "pool_spaces"}
+"""Public methods of StoreLedgers that change nothing: they need no line."""
+PARTS = {"try_activate", "try_snapshot"}
+"""Those that are made of recorded ones."""
+
+
+def journaled(**options: Any) -> tuple[JournaledLedgers, io.StringIO]:
+    file = io.StringIO()
+    return JournaledLedgers(make_config(**options), 1, Journal(file)), file
+
+
+def lines_of(file: io.StringIO) -> list[str]:
+    return file.getvalue().splitlines(keepends=True)
+
+
+def walked(seed: int, steps: int = 400, **options: Any) -> tuple[list[str], Counter[str]]:
+    ledgers, file = journaled(**{"max_context": 320, "max_concurrency": 4, "tokens": 1024, **options})
+    walk = SharingWalk(ledgers, seed)
+    for _ in range(steps):
+        walk.step()
+    walk.end()
+    return lines_of(file), walk.counts
+
+
+def altered(lines: list[str], revision: int, **changes: object) -> list[str]:
+    """Return the lines with fields of one revision replaced."""
+    return [json.dumps({**json.loads(line), **changes}) + "\n" if number == revision else line
+            for number, line in enumerate(lines)]  # fmt: skip
+
+
+def short_run() -> list[str]:
+    ledgers, file = journaled()
+    sequence = activate(ledgers, 200)
+    write(ledgers, sequence, 130)
+    trim(ledgers, sequence)
+    ledgers.finish(sequence)
+    return lines_of(file)
+
+
+# ---- round trips -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_random_run_repeats_exactly(backend: Backend | None, seed: int) -> None:
+    """Every operation, answered and refused: the same answers, states and invariants."""
+    counts: Counter[str] = Counter()
+    operations: Counter[str] = Counter()
+    for round_seed in range(seed, seed + 4):
+        lines, walk_counts = walked(round_seed, backend=backend)
+        counts += walk_counts
+        written = [json.loads(line) for line in lines[1:]]
+        operations += Counter(line["operation"] + (" refused" if "refused" in line else "") for line in written)
+
+        assert pk.replay_journal(lines) == pk.ReplayReport(len(lines) - 1, is_truncated=False, difference=None)
+    assert counts["no room"], counts
+    never = {"attach_state refused", "abort_snapshot refused", "commit_snapshot refused"}
+    missing = {name + end for name in RECORDED for end in ("", " refused")} - set(operations) - never
+    assert missing == set(), operations
+
+
+def test_every_operation_that_decides_is_recorded() -> None:
+    """A public method of StoreLedgers has a line, or is named here as one that needs none."""
+    public = {name for name, member in vars(StoreLedgers).items()
+              if inspect.isfunction(member) and not name.startswith("_")}  # fmt: skip
+
+    assert public == set(RECORDED) | QUERIES | PARTS
+    for name in RECORDED:
+        ours, theirs = getattr(JournaledLedgers, name), getattr(StoreLedgers, name)
+        assert inspect.signature(ours) == inspect.signature(theirs), name
+
+
+def test_a_line_says_what_was_decided() -> None:
+    """Revision, arguments, answer with ids and frontiers, and (allocated, reserved, available)."""
+    begin = json.loads(short_run()[3])
+
+    assert begin == {
+        "revision": 3, "operation": "begin_unit",
+        "arguments": {"name": "step", "batch": {"batch": [[0, 1]]}, "columns": {"columns": {"main": 130}}},
+        "answer": {"unit": 1, "slices": {"main": [[0, 0, [0, 1, 2]]]}, "first_positions": {"main": [0]}},
+        "state": {"main": [3, 1, 4]},
+    }  # fmt: skip
+
+
+def test_a_refusal_is_a_line() -> None:
+    """As a value with its fields, and as an error with its class and clause."""
+    ledgers, file = journaled()
+    sequence = activate(ledgers, 100)
+    ledgers.try_activate(ActivationTarget(1000, 0))
+    with pytest.raises(pk.MisuseError):
+        ledgers.truncate(sequence, 1, "main")
+
+    refusals = [json.loads(line).get("refused") for line in lines_of(file)]
+    assert refusals[-2:] == [
+        {"pool": "main", "needed": 16, "available": 4, "forever": True, "reason": "context"},
+        {"error": "MisuseError", "clause": "C9.10"},
+    ]
+    assert pk.replay_journal(lines_of(file)).difference is None
+
+
+def test_a_journal_keeps_no_state_of_the_caller() -> None:
+    """C2.2: only whether there is one."""
+    ledgers, file = journaled()
+    sequence = activate(ledgers, 100)
+    write(ledgers, sequence, 10)
+    ledgers.finish(sequence, retain=True, state="a secret")
+
+    assert "secret" not in file.getvalue()
+    assert '"state":{"state":true}' in file.getvalue()
+
+
+def test_handles_of_another_store_stay_foreign() -> None:
+    """C10.1: refused when recorded and when repeated, whatever their numbers."""
+    ledgers, file = journaled()
+    other = make_ledgers(store_id=2)
+    activate(ledgers, 100)
+    foreign = activate(other, 100)
+    batch, (unit, _) = other.batch([foreign]), other.begin_unit("step", other.batch([foreign]), {"main": 1})
+    for call in (lambda: ledgers.finish(foreign), lambda: ledgers.trim(batch, "main"),
+                 lambda: ledgers.fail_unit(unit), lambda: ledgers.release(pk.Continuation(2, 1))):  # fmt: skip
+        with pytest.raises(pk.PagedKVError):
+            call()
+
+    assert sum("refused" in line for line in lines_of(file)) == 4
+    assert pk.replay_journal(lines_of(file)).difference is None
+
+
+def test_an_operation_that_breaks_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing run becomes a test: an assertion of the ledgers is recorded before it goes on."""
+    ledgers, file = journaled()
+    sequence = activate(ledgers, 100)
+
+    def broken(self: AddressSpaces, row: int) -> None:
+        raise AssertionError(f"row {row} broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AddressSpaces, "close", broken)
+        with pytest.raises(AssertionError, match="broke"):
+            ledgers.finish(sequence)
+
+    assert json.loads(lines_of(file)[-1])["refused"] == {"error": "AssertionError", "clause": ""}
+    difference = pk.replay_journal(lines_of(file)).difference
+    assert difference is not None
+    assert (difference.revision, difference.what) == (3, "refused")
+
+
+# ---- differences -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("revision", "changes", "what"),
+    [
+        (2, {"answer": {"row": 0, "serial": 2, "frontiers": {"main": 0}, "pages": {"main": []}}}, "answer"),
+        (3, {"state": {"main": [2, 2, 4]}}, "state"),
+        (4, {"answer": {"frontiers": {"main": [129]}}}, "answer"),
+        (5, {"answer": 1}, "answer"),
+        (5, {"arguments": {"batch": {"batch": [[0, 2]]}, "pool": "main", "provisional": {"counts": 0}}}, "refused"),
+    ],
+)
+def test_an_altered_line_stops_the_replay_there(revision: int, changes: dict[str, object], what: str) -> None:
+    """The report names the revision, what was expected and what came."""
+    lines = altered(short_run(), revision, **changes)
+    report = pk.replay_journal(lines)
+
+    assert report.difference is not None
+    assert (report.operations, report.difference.revision, report.difference.what) == (revision - 1, revision, what)
+    if what in changes:
+        assert report.difference.expected == changes[what]
+        assert report.difference.got == json.loads(short_run()[revision])[what]
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        Planted("a trim keeps a page too many", AddressSpaces, "trim", "+ PAGE_MASK) & ~PAGE_MASK",
+                "+ 2 * PAGE_MASK) & ~PAGE_MASK"),
+        Planted("a moved tail keeps its old writer", AddressSpaces, "freeze",
+                "self.shared_end[row] = full << PAGE_SHIFT", "pass"),
+        Planted("a window binds one page less", AddressSpaces, "_bind_window",
+                "count = min(wanted, self.entitlement_pages(row) - first)",
+                "count = max(min(wanted, self.entitlement_pages(row) - first) - 1, pages_for_tokens(end_tokens) - first"
+                ")"),
+    ],
+    ids=lambda planted: str(planted.what),
+)  # fmt: skip
+def test_a_changed_ledger_is_found_by_an_old_journal(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The journal was written before the change."""
+    lines, _ = walked(seed)
+    assert pk.replay_journal(lines).difference is None
+
+    planted.plant(monkeypatch)
+    assert pk.replay_journal(lines).difference is not None
+
+
+def test_invariants_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C16: after each operation, or after each so many; a violation is a difference with its message."""
+    lines = short_run()
+    checked: list[StoreLedgers] = []
+    monkeypatch.setattr("pagedkv.journal_replay.check_ledgers", checked.append)
+    assert pk.replay_journal(lines).operations == 6
+    assert len(checked) == 5, "not between prepare and commit"
+    checked.clear()
+    pk.replay_journal(lines, check_every=3)
+    assert len(checked) == 2
+
+    def violated(ledgers: StoreLedgers) -> None:
+        check_ledgers(ledgers)
+        if ledgers.spaces["main"].pool.allocated:
+            raise AssertionError("pool main: planted")
+
+    monkeypatch.setattr("pagedkv.journal_replay.check_ledgers", violated)
+    difference = pk.replay_journal(lines).difference
+    assert difference is not None
+    assert (difference.revision, difference.what, difference.got) == (3, "invariant", "pool main: planted")
+    with pytest.raises(pk.MisuseError, match="check_every"):
+        pk.replay_journal(lines, check_every=0)
+
+
+def test_another_binding_window_is_a_difference_of_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C6.5: with other windows other ids are bound."""
+    lines = short_run()
+    monkeypatch.setattr(address_space, "WINDOW_PAGES", 2)
+
+    assert pk.replay_journal(lines).difference == pk.JournalDifference(0, "header", "window_pages", 64, 2)
+
+
+# ---- what is no journal ----------------------------------------------------------------------------
+
+
+def test_a_line_that_a_crash_cut_off_is_reported() -> None:
+    """What stands before it is repeated."""
+    lines = short_run()
+    lines[-1] = lines[-1][:40]
+
+    assert pk.replay_journal(lines) == pk.ReplayReport(5, is_truncated=True, difference=None)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (1, ""),
+        (1, "{}\n"),
+        (1, '{"schema":2,"store_id":1,"window_pages":64,"config":{}}\n'),
+        (1, '{"schema":1,"store_id":1,"window_pages":64,"config":{"max_context":3}}\n'),
+        (1, '{"schema":1,"store_id":1,"window_pages":64,"config":[1]}\n'),
+        (3, "not JSON\n"),
+        (3, "[1]\n"),
+        (3, '{"revision":2}\n'),
+        (3, '{"revision":7,"operation":"trim","arguments":{},"answer":1,"state":{}}\n'),
+        (3, '{"revision":2,"operation":"__init__","arguments":{},"answer":1,"state":{}}\n'),
+        (3, '{"revision":2,"operation":"trim","arguments":{},"state":{}}\n'),
+        (3, '{"revision":2,"operation":"abort_snapshot","arguments":{"x":{"prepared":9}},"answer":1,"state":{}}\n'),
+        (3, '{"revision":2,"operation":"trim","arguments":{},"answer":1,"state":[]}\n'),
+        (3, '{"revision":2,"operation":"fail_unit","arguments":{"unit":{"unit":9}},"answer":1,"state":{}}\n'),
+        (3, '{"revision":2,"operation":"abort","arguments":{"sequence":{"thing":1}},"answer":1,"state":{}}\n'),
+        (3, '{"revision":2,"operation":"abort","arguments":{"sequence":{}},"answer":1,"state":{}}\n'),
+        (6, "\x00\n"),
+    ],
+)  # fmt: skip
+def test_a_line_of_no_journal_is_refused_with_its_number(number: int, text: str) -> None:
+    """C12.4: the file, the line, what a journal has there."""
+    lines = [*short_run()[: number - 1], text, *short_run()[number:]] if text else []
+
+    with pytest.raises(pk.MisuseError, match=rf"^line {number} of run\.jsonl was refused") as refusal:
+        pk.replay_journal(lines, name="run.jsonl")
+    assert refusal.value.clause == "C12.4"
+
+
+# ---- the configuration -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("profile", ["bf16", "k8v4"])
+def test_a_configuration_survives_json(backend: Backend | None, profile: str) -> None:
+    """C5.2: equal after a round trip through text, automatic capacity too."""
+    for capacity in (pk.ExplicitCapacity(512), pk.AutoCapacity(headroom_bytes=5, min_tokens=300)):
+        config = StoreConfig(GEOMETRY, profile=profile, max_context=256, max_concurrency=2, kv_capacity=capacity,
+                             backend=backend, sanitizer=True, state_bytes_fixed=7)  # fmt: skip
+
+        assert config_from_json(json.loads(json.dumps(config_as_json(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "given", [{"unknown": 1}, {}, {"geometry": {"type": "Path"}}, {"geometry": {"type": "KVGeometry", "depth": 1}}]
+)
+def test_a_configuration_of_another_form_is_refused(given: dict[str, object]) -> None:
+    """Nothing is guessed."""
+    with pytest.raises(ConfigError, match="a configuration in JSON"):
+        config_from_json(given)
+
+
+# ---- where it is written ---------------------------------------------------------------------------
+
+
+class FullDisk(io.StringIO):
+    """Takes so many lines, and then half of one."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__()
+        self.left = lines
+
+    def write(self, text: str, /) -> int:
+        self.left -= 1
+        if self.left < 0:
+            super().write(text[: len(text) // 2])
+            raise OSError(28, "no space left")
+        return super().write(text)
+
+
+def test_a_line_that_cannot_be_written_ends_the_journal_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    """The operation stands and is answered; the log says so at once, `close` raises, and what is there repeats."""
+    file = FullDisk(3)
+    ledgers = JournaledLedgers(make_config(), 1, Journal(file))
+    with caplog.at_level(logging.ERROR, logger="pagedkv"):
+        sequence = activate(ledgers, 200)
+        write(ledgers, sequence, 130)
+        ledgers.finish(sequence)
+
+    assert caplog.text.count("the journal ends after 3 lines") == 1
+    check_ledgers(ledgers)
+    with pytest.raises(pk.JournalFailed, match="no space left") as failed:
+        ledgers.journal.close()
+    assert failed.value.lines == 3
+    ledgers.journal.close()
+    assert pk.replay_journal(lines_of(file)) == pk.ReplayReport(2, is_truncated=True, difference=None)
+
+
+def test_every_line_is_flushed(tmp_path: Path) -> None:
+    """A crash leaves what happened: the file is read while the journal is open."""
+    path = tmp_path / "run.jsonl"
+    ledgers = JournaledLedgers(make_config(), 1, Journal(path))
+    for count in (3, 5):
+        assert isinstance(ledgers.try_activate(ActivationTarget(10, 0)), Sequence)
+        assert len(path.read_text(encoding="utf-8").splitlines()) == count
+    ledgers.journal.close()
+
+
+def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    """C12.4: a folder that is not there, or an object that is no file."""
+    with pytest.raises(pk.MisuseError, match="a journal was refused"):
+        Journal(tmp_path / "absent" / "run.jsonl")
+    with pytest.raises(pk.MisuseError, match="a path or an open text file"):
+        Journal(17)  # type: ignore[arg-type]
