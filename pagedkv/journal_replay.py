@@ -73,7 +73,7 @@ def replay_journal(lines: Iterable[str], *, name: str = "the journal", check_eve
     Args:
         lines: of the journal, with their newlines; an open file does.
         name: how errors call it.
-        check_every: check the invariants after each so many operations; a check looks at every page.
+        check_every: check the invariants after each so many operations, and at the end; a check looks at every page.
 
     Raises:
         MisuseError: a line that no journal has; names it.  A last line without a newline is taken for one that a crash
@@ -87,7 +87,7 @@ def replay_journal(lines: Iterable[str], *, name: str = "the journal", check_eve
     if difference is not None:
         return ReplayReport(0, is_truncated=False, difference=difference)
     replay = _Replay(ledgers, reader)
-    operations = 0
+    operations, line = 0, None
     for number, line in reader.operations():
         difference = replay.repeat(number, line)
         if difference is None and line["revision"] % check_every == 0:
@@ -95,6 +95,8 @@ def replay_journal(lines: Iterable[str], *, name: str = "the journal", check_eve
         if difference is not None:
             break
         operations += 1
+    if difference is None and line is not None:
+        difference = replay.check(line)
     return ReplayReport(operations, reader.is_truncated, difference)
 
 

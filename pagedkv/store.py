@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,6 @@ from pagedkv.errors import (
     MisuseError,
     SnapshotRefused,
 )
-from pagedkv.events import PageObserver
 from pagedkv.journal import Journal, JournaledLedgers
 from pagedkv.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
 from pagedkv.ledgers import Batch, Columns, PoolSlices, StoreLedgers
@@ -51,7 +50,7 @@ from pagedkv.profiles import ROLES
 from pagedkv.retained_spaces import RetainedSpace
 from pagedkv.sanitizer import Sanitizer
 from pagedkv.sequence import Sequence
-from pagedkv.store_life import StoreLife
+from pagedkv.store_evidence import StoreEvidence
 from pagedkv.unit_guard import SubmittedUnit
 from pagedkv.views import PagedKVBatchLayerView
 
@@ -59,7 +58,7 @@ _LOG = logging.getLogger("pagedkv")
 _STORE_IDS = itertools.count(1)
 
 
-class Store(StoreLife):
+class Store(StoreEvidence):
     """A KV store on one device; made by `open_store`.
 
     Attributes:
@@ -76,21 +75,19 @@ class Store(StoreLife):
         control_ingress, control_egress: int32 words of every unit on `stream`, at fixed addresses (C15.1).
         graph_bytes: bytes handed to captured units so far; planned as the graph allowance.
 
-    Every attribute is written by the store alone.  Every method but `close` and `memory_summary` raises MisuseError on
-    a closed store or from another thread or process, and StoreLatched after a device error (C12.4); what it raises
-    besides stands at the method.
+    Every attribute is written by the store alone.  Every method but `close`, `memory_summary` and `event_counts` raises
+    MisuseError on a closed store or from another thread or process, and StoreLatched after a device error (C12.4); what
+    it raises besides stands at the method.
     """
 
     def __init__(
         self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None, journal: Journal | None = None
     ) -> None:
         require_config(config)
-        self.config = config
+        super().__init__(config, device, journal)
         self.plan = plan
-        super().__init__(device)
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
-        self._journal = journal
         self._ledgers = _build_ledgers(config, journal)
         self._slabs: dict[str, Array] = {
             slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype, name=slab.name)
@@ -118,22 +115,6 @@ class Store(StoreLife):
                                        self._ledgers.spaces, latch=self.latch, scratch=self.control_ingress[:1])
         self._actions = DeviceActions(self.ops, device, self.stream, self._pool_planes(), self.block_tables,
                                       self._ledgers.spaces, self.sanitizer)
-
-    def close(self) -> None:
-        """Wait for the stream, give the slabs back, and close the journal; closing twice is harmless.
-
-        Raises:
-            DeviceFault, CaptureRefused: as `StoreLife.close`.
-            JournalFailed: a line of the journal could not be written; the store is closed.
-        """
-        try:
-            super().close()
-        except BaseException as error:
-            if self._is_closed and self._journal is not None:
-                self._journal.close_after(error)
-            raise
-        if self._journal is not None:
-            self._journal.close()
 
     def _release(self) -> None:
         self.views.clear()
@@ -603,44 +584,6 @@ class Store(StoreLife):
                 self.sanitizer.check()
         with self._latching():
             self._actions.check_tables()
-
-    def memory_summary(self) -> dict[str, dict[str, int]]:
-        """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; works when latched."""
-        summary = {}
-        for pool in self.config.pools:
-            counters = self._ledgers.spaces[pool.name].pool
-            summary[pool.name] = {
-                "capacity_pages": counters.capacity,
-                "allocated_pages": counters.allocated,
-                "reserved_pages": counters.reserved,
-                "available_pages": counters.available,
-                "page_bytes": pool.page_bytes,
-                "slab_bytes": pool.page_bytes * pool.pages,
-            }
-        return summary
-
-    def observe(self, observer: PageObserver) -> Callable[[], None]:
-        """Call `observer` with every later PageEvent, at the end of the operation that caused it.  (C9.6, C13.3)
-
-        In the order in which things happened, and never for what was refused or aborted.  An observer that raises is
-        logged: the operation stands and the others are told.  See `events.py` for what each kind means.
-
-        Returns:
-            What ends it; calling that again is harmless.
-
-        Raises:
-            MisuseError: the observer cannot be called.
-        """
-        self._enter("observe")
-        return self._ledgers.events.observe(observer)
-
-    def event_counts(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return, per pool and kind of event, pages and bytes so far, observed or not; works when latched.  (C3.11)"""
-        counts: dict[str, dict[str, dict[str, int]]] = {}
-        for pool in self.config.pools:
-            pages, page_bytes = self._ledgers.spaces[pool.name].events.pages, pool.page_bytes
-            counts[pool.name] = {kind: {"pages": n, "bytes": n * page_bytes} for kind, n in pages.items()}
-        return counts
 
     # ---- helpers ----------------------------------------------------------------------------------
 

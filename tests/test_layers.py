@@ -36,7 +36,8 @@ LAYER_OF = {
          "check", "journal", "journal_words", "journal_replay", "inspection"), "combining"
     ),
     **dict.fromkeys(("views", "ops", "kernels", "page_mover", "page_fingerprints", "devices"), "device side"),
-    **dict.fromkeys(("transfer_engine", "sanitizer", "device_actions", "store_life", "store", "opening"), "store"),
+    **dict.fromkeys(("transfer_engine", "sanitizer", "device_actions", "store_life", "store_evidence",
+                     "store", "opening"), "store"),
     "telemetry": "values",
     "": "public",  # pagedkv/__init__.py gathers the public names
 }

@@ -22,6 +22,8 @@ class Mutant:
 
 HOST = "tests/host/"
 SANITIZER = "tests/test_sanitizer.py"
+EVIDENCE = "tests/test_evidence.py"
+JOURNAL = HOST + "test_journal.py"
 TOUR = "tests/test_tour.py"
 LOOP = "tests/graphs/test_decode_loop.py"
 GROWTH = "tests/host/test_lease_growth.py"
@@ -204,6 +206,11 @@ MUTANTS: tuple[Mutant, ...] = (
            "            self.spaces[pool].commit(entry.span)\n", (HOST + "test_unit_guard.py",)),
     Mutant("C9.6", "a trim keeps the trailing page", "pagedkv/address_space.py",
            "        self.mapped_end[rows] = keep_ends[rows]\n", "", (HOST + "test_address_space.py",)),
+    Mutant("C9.6", "a trim is no event", "pagedkv/address_space.py",
+           '        self.events.record_slices("trim", TableSlices(rows, keep_blocks, counts), self.table.mirror)\n', "",
+           (HOST + "test_events.py", EVIDENCE)),
+    Mutant("C9.6", "observers are told of a trim with the next operation only", "pagedkv/store.py",
+           "        if self._ledgers.events.pending:\n            self._ledgers.events.deliver()\n", "", (EVIDENCE,)),
     Mutant("C9.7", "a finished row is not returned", "pagedkv/sequence.py",
            "        self._free_rows.append(row)\n", "", (HOST + "test_sequence.py",)),
     Mutant("C9.8", "finish keeps the second pool", "pagedkv/ledgers.py",
@@ -217,6 +224,11 @@ MUTANTS: tuple[Mutant, ...] = (
            (HOST + "test_unit_guard.py", HOST + "test_address_space.py")),
     Mutant("C9.10", "truncate may raise a frontier", "pagedkv/address_space.py",
            "if not 0 <= tokens <= committed:", "if not 0 <= tokens:", (HOST + "test_address_space.py",)),
+    Mutant("C9.8", "a page is told as released while others hold it", "pagedkv/address_space.py",
+           "            first_gone -= page_ids.size", "            first_gone = 0", (HOST + "test_events.py",)),
+    Mutant("C6.5", "bound pages are told as released", "pagedkv/address_space.py",
+           "mirror[first_gone:kept])", "mirror[first_gone : int(self.bound_end[row]) >> PAGE_SHIFT])",
+           (HOST + "test_events.py",)),
     # ---- sequences
     Mutant("C10.1", "a stale handle is accepted", "pagedkv/sequence.py",
            "self.serials[sequence.row] != sequence.serial", "False", (HOST + "test_sequence.py",)),
@@ -224,6 +236,16 @@ MUTANTS: tuple[Mutant, ...] = (
            "        if isinstance(plan, Refusal):\n            return plan\n        if target.source",
            "        if isinstance(plan, Refusal):\n            self.sequences._free_rows[-1:] = []\n"
            "            return plan\n        if target.source", (HOST + "test_sequence.py",)),
+    Mutant("C10.3", "a membership is told as published before its tail is a member", "pagedkv/activation.py",
+           "        for part in prepared.plan.pools:\n            spaces = self.spaces[part.pool]\n"
+           "            members, copied",
+           '        for name, page_ids in prepared.tables.items():\n'
+           '            self.spaces[name].events.record("publish", row, 0, page_ids)\n'
+           "        for part in prepared.plan.pools:\n            spaces = self.spaces[part.pool]\n"
+           "            members, copied", (HOST + "test_events.py",)),
+    Mutant("C10.3", "an activation publishes no membership", "pagedkv/activation.py",
+           '                self.spaces[pool].events.record("publish", row, 0, page_ids)\n', "                pass\n",
+           (HOST + "test_events.py", EVIDENCE)),
     Mutant("C10.9", "a refusal that waiting cannot mend says it can", "pagedkv/activation.py",
            "self.config.blocks, forever=True,", "self.config.blocks, forever=False,",
            (HOST + "test_sequence.py", TOUR)),
@@ -258,6 +280,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C12.4", "a device error does not latch the store", "pagedkv/store_life.py",
            "        if isinstance(error, DeviceFault):\n            self._store.latch(error)\n",
            "        del error\n", ("tests/test_store.py",)),
+    Mutant("C12.4", "a journal leaves refusals out", "pagedkv/journal.py",
+           "            self._write(operation.__name__, given, refusal_words(error))\n", "            del error\n",
+           (JOURNAL,)),
+    Mutant("C12.4", "a replay compares answers alone", "pagedkv/journal_replay.py",
+           'return None if state == line["state"] else', 'return None if state else', (JOURNAL,)),
+    Mutant("C12.4", "a replay checks no invariant", "pagedkv/journal_replay.py",
+           "            check_ledgers(self._ledgers)\n", "            pass\n", (JOURNAL,)),
+    Mutant("C12.4", "a journal is not flushed", "pagedkv/journal.py",
+           "            self._file.flush()\n", "", (JOURNAL,)),
     Mutant("C12.4", "corruption is reported and the store goes on", "pagedkv/sanitizer.py",
            "        self._latch(error)\n", "", (SANITIZER,)),
     # ---- speculation
@@ -315,6 +346,12 @@ MUTANTS: tuple[Mutant, ...] = (
            "            short = np.zeros_like(is_due)\n", (GROWTH,)),
     Mutant("C16.17", "a threshold that is wrong goes unseen", "pagedkv/check.py",
            "assert (growth.grow_at[name] == grow_at).all(),", "assert True or bool(grow_at.any()),", (GROWTH,)),
+    Mutant("C13.3", "a terminal trim is told after the release", "pagedkv/address_space.py",
+           '        if kept < mapped:\n            self.events.record("trim", row, kept, mirror[kept:mapped])\n'
+           '        self.events.record("release", row, first_gone, mirror[first_gone:kept])\n',
+           '        self.events.record("release", row, first_gone, mirror[first_gone:kept])\n'
+           '        if kept < mapped:\n            self.events.record("trim", row, kept, mirror[kept:mapped])\n',
+           (HOST + "test_events.py", EVIDENCE)),
     # ---- ops
     Mutant("C14.1", "a plane of any form is accepted", "pagedkv/views.py",
            '        check_array(name, plane, geometry.dtype, shape, "C14.2")\n', "",

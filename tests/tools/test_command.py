@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,7 +14,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import pagedkv as pk
+from pagedkv.journal import Journal, JournaledLedgers
 from pagedkv.tools import command, doctor
+from tests.checkout import ROOT
+from tests.host.builders import activate, make_config, write
 
 
 def invoke(*arguments: str) -> Result:
@@ -59,7 +66,7 @@ def test_help_lists_commands_and_sections() -> None:
     """Nested commands under their full names."""
     result = invoke("help")
 
-    for line in ("kernels report", "doctor", "run", "C16", "codecs 8"):
+    for line in ("kernels report", "journal replay", "doctor", "run", "C16", "codecs 8"):
         assert line in result.stdout
 
 
@@ -163,3 +170,67 @@ def test_a_compiler_is_found_in_the_devices_order(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert doctor.check_compiler().status == "missing"
+
+
+# ---- journal replay --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def journal_file(tmp_path: Path) -> Path:
+    """A journal of five operations."""
+    lines = io.StringIO()
+    ledgers = JournaledLedgers(make_config(), 1, Journal(lines))
+    sequence = activate(ledgers, 200)
+    write(ledgers, sequence, 130)
+    ledgers.finish(sequence)
+    path = tmp_path / "run.jsonl"
+    path.write_text(lines.getvalue(), encoding="utf-8")
+    return path
+
+
+def test_a_journal_that_repeats_is_ok(journal_file: Path) -> None:
+    """Exit code 0, as a user runs it: a process of its own, without a device."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pagedkv.tools.command", "journal", "replay", str(journal_file)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert (0, "5 operations, no difference\n", "") == (done.returncode, done.stdout, done.stderr)
+
+
+def test_the_first_difference_is_a_finding(journal_file: Path) -> None:
+    """Exit code 1; the revision, what was expected and what came."""
+    text = journal_file.read_text(encoding="utf-8")
+    journal_file.write_text(text.replace('"first_positions":{"main":[0]}', '"first_positions":{"main":[1]}'))
+    result = invoke("journal", "replay", str(journal_file))
+
+    assert result.exit_code == 1
+    assert "revision 3, begin_unit: answer differs" in result.stdout
+    assert '"first_positions": {"main": [1]}' in result.stdout
+    report = json.loads(invoke("journal", "replay", "--json", str(journal_file)).stdout)
+    assert (report["schema"], report["operations"], report["is_truncated"]) == (1, 2, False)
+    assert (report["difference"]["revision"], report["difference"]["what"]) == (3, "answer")
+    assert report["difference"]["got"]["first_positions"] == {"main": [0]}
+
+
+def test_a_journal_that_a_crash_cut_off_is_repeated_up_to_there(journal_file: Path) -> None:
+    """Exit code 0, and stderr says that a line is missing."""
+    journal_file.write_text(journal_file.read_text(encoding="utf-8")[:-30], encoding="utf-8")
+    result = invoke("journal", "replay", "--json", str(journal_file))
+
+    assert (0, {"schema": 1, "operations": 4, "is_truncated": True, "difference": None}) == (
+        result.exit_code, json.loads(result.stdout),
+    )  # fmt: skip
+    assert "cut off" in result.stderr
+
+
+def test_what_is_no_journal_is_usage(journal_file: Path) -> None:
+    """Exit code 2, the file and the line; likewise without a file."""
+    lines = journal_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    journal_file.write_bytes(lines[0].encode() + b"\xff\xfe\n" + lines[2].encode())
+    result = invoke("journal", "replay", str(journal_file))
+
+    assert (2, "") == (result.exit_code, result.stdout)
+    assert f"line 2 of {journal_file} was refused" in result.stderr
+    assert invoke("journal", "replay", str(journal_file / "absent")).exit_code == 2
+    assert invoke("journal", "replay").exit_code == 2
