@@ -98,7 +98,7 @@ def test_a_picture_from_events_alone_is_what_the_store_holds(store: pk.Store, se
     rng, picture = random.Random(seed), Picture()
     store.observe(picture)
     active: list[pk.Sequence] = []
-    for _ in range(120):
+    for _ in range(160):
         kept = [each for each in store.continuations() if store.state_of(each) is not None]
         if len(active) < 2 or rng.random() < 0.2:
             source = rng.choice(kept) if kept and rng.random() < 0.7 else None
@@ -121,8 +121,8 @@ def test_a_picture_from_events_alone_is_what_the_store_holds(store: pk.Store, se
             if store.committed_tokens(sequence) and rng.random() < 0.3:
                 active.remove(sequence)
                 store.finish(sequence, retain=True, state="state")
-        if kept and rng.random() < 0.4:
-            store.release(rng.choice(store.continuations()))
+        if (alive := store.continuations()) and rng.random() < 0.3:
+            store.release(rng.choice(alive))
         for sequence in active:
             for pool in CONFIG.pools:
                 assert picture.row(sequence.row, pool.name) == store.page_ids(sequence, pool.name)

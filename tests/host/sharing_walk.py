@@ -90,7 +90,7 @@ class SharingWalk:
         if self.rng.random() < 0.6 or not self.sequences:
             self.prepared.append(("activation", self.ledgers.prepare_activation(self._target())))
         else:  # a snapshot ends before its sequence goes on
-            self.prepared.append(("snapshot", self.ledgers.prepare_snapshot(self._pick(self.sequences), "state")))
+            self.prepared.append(("snapshot", self.ledgers.prepare_snapshot(self._settled(), "state")))
         if isinstance(self.prepared[-1][1], Refusal):
             self.prepared.pop()
         elif self.prepared[-1][0] == "snapshot":
@@ -149,7 +149,7 @@ class SharingWalk:
 
     def _snapshot(self) -> None:
         if self.sequences:
-            answer = self.ledgers.try_snapshot(self._pick(self.sequences), "state")
+            answer = self.ledgers.try_snapshot(self._settled(), "state")
             if isinstance(answer, Refusal):
                 self.counts["no snapshot"] += 1
             else:
@@ -220,7 +220,15 @@ class SharingWalk:
 
     def _pools(self) -> list[str]:
         names = list(self.ledgers.spaces)
-        return self.rng.choice((names, names[:1], names[-1:]))
+        return self.rng.choice((names, names, names[:1], names[-1:]))
+
+    def _settled(self) -> Sequence:
+        """Return a sequence, mostly one without provisional pages."""
+        sequence: Sequence = self._pick(self.sequences)
+        if self.rng.random() < 0.7:
+            for name in self.ledgers.spaces:
+                self.ledgers.trim(self.ledgers.batch([sequence]), name)
+        return sequence
 
     def _pool(self) -> str:
         return self.rng.choice([*self.ledgers.spaces, "side"] if self.rng.random() < 0.1 else list(self.ledgers.spaces))
