@@ -223,6 +223,10 @@ class JournaledLedgers(StoreLedgers):
         """Record `StoreLedgers.fail_unit`."""
         self._recorded(super().fail_unit, unit=unit)
 
+    def begin_round(self, batch: Batch) -> list[Sequence]:
+        """Record `StoreLedgers.begin_round`."""
+        return self._recorded(super().begin_round, batch=batch)
+
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str) -> PoolSlices:
         """Record `StoreLedgers.ensure_mapped_to_tokens`."""
         return self._recorded(super().ensure_mapped_to_tokens, sequence=sequence, tokens=tokens, pool=pool)

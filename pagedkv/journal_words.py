@@ -194,6 +194,8 @@ class JournalWords:
             return {"kind": plan.kind, "row": plan.row, "pools": [asdict(part) for part in plan.pools],
                     "copies": _copies(answer.copies),
                     "tables": {name: page_ids.tolist() for name, page_ids in answer.tables.items()}}
+        if isinstance(answer, list):
+            return {"short": [[sequence.row, sequence.serial] for sequence in answer]}
         if isinstance(answer, PreparedSnapshot):
             return {"copies": _copies(answer.copies)}
         if isinstance(answer, tuple):

@@ -302,7 +302,7 @@ def test_a_store_that_cannot_be_built_closes_its_journal(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Journal, "close", close)
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise MemoryError("slabs")
 
     monkeypatch.setattr(pk.Ops, "prepare", fail)

@@ -13,8 +13,8 @@ from pagedkv.events import EVENT_KINDS, PageEvent, PageEvents
 from pagedkv.ledgers import StoreLedgers
 from pagedkv.sequence import Sequence
 from tests.host.builders import DRAFT_GEOMETRY, activate, begin, make_ledgers, refused, trim, write
+from tests.host.operations_walk import OperationsWalk
 from tests.host.picture import Picture
-from tests.host.sharing_walk import SharingWalk
 
 
 def watched(ledgers: StoreLedgers) -> Picture:
@@ -180,7 +180,7 @@ def test_a_picture_from_events_alone_is_what_the_store_holds(backend: Backend | 
     for round_seed in range(seed, seed + 6):
         ledgers = make_ledgers(max_context=320, max_concurrency=4, tokens=1024, backend=backend)
         picture = watched(ledgers)
-        walk = SharingWalk(ledgers, round_seed)
+        walk = OperationsWalk(ledgers, round_seed)
         for _ in range(300):
             walk.step()
             ledgers.events.deliver()

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from pagedkv.journal import RECORDED, Journal, JournaledLedgers
 from pagedkv.ledgers import StoreLedgers
 from pagedkv.sequence import Sequence
 from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, activate, make_config, make_ledgers, trim, write
+from tests.host.operations_walk import OperationsWalk
 from tests.host.planted import Planted
-from tests.host.sharing_walk import SharingWalk
 
 BACKENDS = [None, MTPBackend(5), DraftFullBackend(DRAFT_GEOMETRY)]
-QUERIES = {"explain", "batch", "pool_spaces"}
+QUERIES = {"explain", "batch", "pool_spaces", "covered_columns"}
 """Public methods of StoreLedgers that change nothing: they need no line."""
 WALKS_MIN, WALKS_MAX = 3, 40
 """Random runs of 400 steps: so many at least, and more until every operation was answered and refused."""
@@ -36,9 +37,11 @@ PARTS = {"try_activate", "try_snapshot"}
 """Those that are made of recorded ones."""
 
 
-def journaled(**options: Any) -> tuple[JournaledLedgers, io.StringIO]:
-    file = io.StringIO()
-    return JournaledLedgers(make_config(**options), 1, Journal(file)), file
+def journaled(*, lease_window_tokens: int | None = None, **options: Any) -> tuple[JournaledLedgers, io.StringIO]:
+    file, config = io.StringIO(), make_config(**options)
+    if lease_window_tokens is not None:
+        config = replace(config, kv_lease_growth=True, lease_window_tokens=lease_window_tokens)
+    return JournaledLedgers(config, 1, Journal(file)), file
 
 
 def lines_of(file: io.StringIO) -> list[str]:
@@ -47,7 +50,7 @@ def lines_of(file: io.StringIO) -> list[str]:
 
 def walked(seed: int, steps: int = 400, **options: Any) -> tuple[list[str], Counter[str]]:
     ledgers, file = journaled(**{"max_context": 320, "max_concurrency": 4, "tokens": 1024, **options})
-    walk = SharingWalk(ledgers, seed)
+    walk = OperationsWalk(ledgers, seed)
     for _ in range(steps):
         walk.step()
     walk.end()
@@ -72,17 +75,18 @@ def short_run() -> list[str]:
 # ---- round trips -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_random_run_repeats_exactly(backend: Backend | None, seed: int) -> None:
-    """Every operation, answered and refused: the same answers, states and invariants."""
+def test_a_random_run_repeats_exactly(backend: Backend | None, window: int | None, seed: int) -> None:
+    """Every operation, answered and refused, with lease growth too: the same answers, states and invariants."""
     missing = {name + end for name in RECORDED for end in ("", " refused")} | {"move", "fork", "fresh", "no room"}
     for round_seed in range(seed, seed + WALKS_MAX):
-        lines, counts = walked(round_seed, backend=backend)
+        lines, counts = walked(round_seed, backend=backend, lease_window_tokens=window)
         for line in map(json.loads, lines[1:]):
             missing.discard(line["operation"] + (" refused" if "refused" in line else ""))
             if line["operation"] == "prepare_activation" and "answer" in line:
                 missing.discard(line["answer"]["kind"])
-        missing -= set(counts)
+        missing -= {name for name, count in counts.items() if count}
 
         assert pk.replay_journal(lines) == pk.ReplayReport(len(lines) - 1, is_truncated=False, difference=None)
         if not missing and round_seed - seed >= WALKS_MIN:
@@ -99,6 +103,19 @@ def test_every_operation_that_decides_is_recorded() -> None:
     for name in RECORDED:
         ours, theirs = getattr(JournaledLedgers, name), getattr(StoreLedgers, name)
         assert inspect.signature(ours) == inspect.signature(theirs), name
+
+
+def test_rows_that_could_not_grow_are_in_the_journal() -> None:
+    """C9.2: two rows fill the pool; which of them are short is an answer, and repeats."""
+    ledgers, file = journaled(max_context=512, tokens=512, lease_window_tokens=64)
+    rows = [activate(ledgers, 10, 400) for _ in range(2)]
+    short: list[Sequence] = []
+    while not short:
+        write(ledgers, rows, 20)
+        short = ledgers.begin_round(ledgers.batch(rows))
+
+    assert json.loads(lines_of(file)[-1])["answer"] == {"short": [[each.row, each.serial] for each in short]}
+    assert pk.replay_journal(lines_of(file)).difference is None
 
 
 def test_a_line_says_what_was_decided() -> None:

@@ -23,7 +23,7 @@ from pagedkv.sequence import Sequence
 from pagedkv.unit_guard import SubmittedUnit
 
 
-class SharingWalk:
+class OperationsWalk:
     """One walk; `counts` says how often each operation answered, and "refused NAME" how often it did not."""
 
     def __init__(self, ledgers: StoreLedgers, seed: int) -> None:
@@ -41,6 +41,7 @@ class SharingWalk:
             self._activate: 5, self._begin: 9, self._commit: 9, self._fail: 1, self._finish: 4, self._abort: 1,
             self._snapshot: 3, self._release: 2, self._protect: 3, self._truncate: 3, self._cut: 3, self._ensure: 2,
             self._trim: 5, self._attach: 1, self._prepare: 2, self._end_prepared: 3, self._nonsense: 1,
+            self._round: 4,
         }  # fmt: skip
         step = self.rng.choices(list(steps), list(steps.values()))[0]
         name = step.__name__.strip("_")
@@ -66,7 +67,8 @@ class SharingWalk:
     # ---- operations -------------------------------------------------------------------------------
 
     def _target(self) -> ActivationTarget:
-        tokens = (self.rng.randint(1, 150), self.rng.randint(0, 60))
+        longest = (40, 250) if self.ledgers.config.kv_lease_growth else (150, 60)
+        tokens = (self.rng.randint(1, longest[0]), self.rng.randint(0, longest[1]))
         if not self.continuations or self.rng.random() < 0.4:
             return ActivationTarget(*tokens)
         source = self._pick(self.continuations)
@@ -162,6 +164,17 @@ class SharingWalk:
     def _protect(self) -> None:
         if self.continuations:
             self.ledgers.protect(self._pick(self.continuations), self.rng.choice((0, 0, 0, 64, 200)), self._pool())
+
+    def _round(self) -> None:
+        live = [sequence for sequence in self.sequences if self._is_live(sequence)]
+        if live:
+            chosen = live if self.rng.random() < 0.8 else [self._pick(self.sequences)]
+            self.ledgers.begin_round(self.ledgers.batch(chosen))
+        elif self.ledgers.guard.units:
+            in_flight = self.ledgers.guard.units[0].rows.tolist()
+            self.ledgers.begin_round(
+                self.ledgers.batch([each for each in self.sequences if each.row == in_flight[0]][-1:])
+            )
 
     def _attach(self) -> None:
         if self.continuations:
