@@ -178,3 +178,14 @@ def test_runs_agree_with_a_plain_set_through_random_use(seed: int) -> None:
             assert runs.mask().tolist() == expected
             assert runs.id_count == len(free)
             assert all(end < start for (_, end), (start, _) in zip(runs.runs(), runs.runs()[1:], strict=False))
+
+
+def test_one_id_is_given_back_whatever_form_it_has() -> None:
+    """An index of one id that is no slice, as the release of a page that others no longer hold makes.  (C9.8)"""
+    runs = FreeRuns(8)
+    runs.take(8)
+    runs.give(np.array([5], np.int64))
+    runs.give(np.array([2], np.int32))
+    runs.give(slice(7, 8))
+
+    assert runs.runs() == [(2, 3), (5, 6), (7, 8)]
