@@ -191,7 +191,7 @@ class JournalWords:
                     "pages": {name: pages.device[space.members].tolist() for name, (space, pages) in retained.items()}}
         if isinstance(answer, PreparedActivation):
             plan = answer.plan
-            return {"kind": plan.kind, "row": plan.row, "pools": [asdict(part) for part in plan.pools],
+            return {"kind": plan.kind, "row": plan.row, "pools": [part._asdict() for part in plan.pools],
                     "copies": _copies(answer.copies),
                     "tables": {name: page_ids.tolist() for name, page_ids in answer.tables.items()}}
         if isinstance(answer, list):
