@@ -35,6 +35,10 @@ COPIES = "tests/kernels/test_copy_columns.py"
 ATTENTION = "tests/kernels/test_causal_attention.py"
 CONTEXT = "tests/kernels/test_context_attention.py"
 DRAFTS = "tests/graphs/test_draft_units.py"
+ACTIVATION = HOST + "test_activation.py"
+CLAIMS = HOST + "test_claims.py"
+CONTINUATION = HOST + "test_continuation.py"
+SNAPSHOT = HOST + "test_snapshot.py"
 INVARIANCE = "tests/kernels/test_attention_invariance.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -139,7 +143,16 @@ MUTANTS: tuple[Mutant, ...] = (
            "if not 0 <= block < self.membership_pages(row):",
            "if not 0 <= block < int(self.bound_end[row]) >> PAGE_SHIFT:",
            (HOST + "test_address_space.py",)),
+    Mutant("C6.5", "an id that is unbound takes its promise along", "pagedkv/pool.py",
+           "        self.release(ids, leased=0)\n        self.reserved += ids.size\n",
+           "        self.release(ids, leased=0)\n", (CLAIMS,)),
     # ---- logical pages
+    Mutant("C7.1", "a checkpoint's tail holds what is not committed", "pagedkv/snapshot.py",
+           "describe_copy(destination, block=block, columns=columns)",
+           "describe_copy(destination, block=block, columns=64)", (SNAPSHOT,)),
+    Mutant("C7.2", "a copied tail covers a column less than it says", "pagedkv/activation.py",
+           "int(destination[0]),\n                                   part.copied_columns))",
+           "int(destination[0]),\n                                   part.copied_columns - 1))", (ACTIVATION,)),
     Mutant("C7.3", "a recycled descriptor keeps its serial", "pagedkv/logical_pages.py",
            "        self.serial[at] = 0\n", "", (HOST + "test_address_space.py", HOST + "test_check.py",
                                                       HOST + "test_fuzz.py")),
@@ -153,6 +166,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C7.6", "a truncate inside a page keeps the content epoch", "pagedkv/address_space.py",
            "            self.pages.renew_content(self.members[row,", "            (lambda _: None)(self.members[row,",
            (HOST + "test_address_space.py",)),
+    Mutant("C7.4", "the tail that a snapshot copies is cut", "pagedkv/address_space.py",
+           'self.pages.require_unpinned("truncate", self.members[row, first_cut : self.membership_pages(row)])',
+           "pass", (CLAIMS,)),
+    Mutant("C7.8", "lowering one space's protection lowers the others'", "pagedkv/retained_spaces.py",
+           "np.maximum(after, self._others(number, first, changed))", "after", (CONTINUATION,)),
+    Mutant("C7.8", "retaining protects nothing", "pagedkv/retained_spaces.py",
+           "        self._raise_protection(self.spaces[number], frontier)\n", "", (CONTINUATION,)),
     Mutant("C7.4", "a copy is published unseen", "pagedkv/transfer_engine.py",
            "        if transfer.number in self._seen:\n            self._compare(transfer)\n", "", (SANITIZER,)),
     Mutant("C7.4", "a fingerprint leaves the last plane out", "pagedkv/page_fingerprints.py",
@@ -229,6 +249,19 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C6.5", "bound pages are told as released", "pagedkv/address_space.py",
            "mirror[first_gone:kept])", "mirror[first_gone : int(self.bound_end[row]) >> PAGE_SHIFT])",
            (HOST + "test_events.py",)),
+    Mutant("C9.6", "a trim asks nobody whether a page is shared", "pagedkv/address_space.py",
+           '        self.pages.require_private(logical, f"trim in pool {self.pool.name}")\n', "", (CONTINUATION,)),
+    Mutant("C9.8", "a continuation is released in one pool before the other is asked", "pagedkv/continuation.py",
+           'retained.require_releasable(number, "release")', "pass", (CONTINUATION,)),
+    Mutant("C9.9", "a pool's frontier is taken where none is named", "pagedkv/activation.py",
+           "if not isinstance(wanted, Mapping) or wanted.keys() != committed.keys():",
+           "if isinstance(wanted, Mapping):\n            wanted = committed | dict(wanted)\n        else:",
+           (ACTIVATION,)),
+    Mutant("C9.10", "a shared page is cut in a continuation", "pagedkv/retained_spaces.py",
+           "        self.pages.require_private(cut, what)\n", "", (CONTINUATION,)),
+    Mutant("C9.10", "a row is cut below what a checkpoint shares", "pagedkv/address_space.py",
+           '        self.pages.require_private(immutable, f"truncate of row {row} of pool {self.pool.name}")\n', "",
+           (CONTINUATION,)),
     # ---- sequences
     Mutant("C10.1", "a stale handle is accepted", "pagedkv/sequence.py",
            "self.serials[sequence.row] != sequence.serial", "False", (HOST + "test_sequence.py",)),
@@ -246,6 +279,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C10.3", "an activation publishes no membership", "pagedkv/activation.py",
            '                self.spaces[pool].events.record("publish", row, 0, page_ids)\n', "                pass\n",
            (HOST + "test_events.py", EVIDENCE)),
+    Mutant("C10.2", "an activation that breaks off keeps its pages", "pagedkv/activation.py",
+           "                undo.callback(pool.shrink, claim)\n", "", (CLAIMS,)),
+    Mutant("C10.2", "a snapshot that breaks off keeps its page", "pagedkv/snapshot.py",
+           "                undo.callback(spaces.pool.unbind, destination)\n", "", (CLAIMS,)),
+    Mutant("C10.2", "a source is released under an activation", "pagedkv/continuation.py",
+           "        if self.states[number].claims:\n", "        if False:\n", (CLAIMS,)),
+    Mutant("C10.3", "the copied tail is not in the table", "pagedkv/activation.py",
+           "            page_ids = np.concatenate((page_ids, destination))\n", "", (ACTIVATION,)),
+    Mutant("C10.4", "a moved tail has no writer", "pagedkv/activation.py",
+           "            pages.thaw(kept[-1:], prepared.plan.row)\n", "", (ACTIVATION,)),
+    Mutant("C10.4", "what is being moved is forked too", "pagedkv/continuation.py",
+           "        if state.is_moving:\n", "        if False:\n", (CLAIMS,)),
+    Mutant("C10.5", "a fork takes the source's own tail", "pagedkv/activation.py",
+           "return PoolPlan(pool, entitlement, frontier, full, tail, entitlement - full)",
+           "return PoolPlan(pool, entitlement, frontier, full + (tail > 0), 0, entitlement - full - (tail > 0))",
+           (ACTIVATION,)),
+    Mutant("C10.6", "provisional pages are no obstacle to a snapshot", "pagedkv/snapshot.py",
+           "            if provisional:\n", "            if False:\n", (SNAPSHOT,)),
+    Mutant("C10.6", "a checkpoint is of another frontier than its bytes", "pagedkv/snapshot.py",
+           "if int(spaces.frontier[row]) != prepared.frontiers[name]:", "if False:", (CLAIMS,)),
+    Mutant("C10.7", "a tail that another space holds is moved and cut", "pagedkv/activation.py",
+           "int(retained.pages.references[members[full]]) == 1", "True", (ACTIVATION,)),
+    Mutant("C10.9", "the copied tail's page is counted on before it is there", "pagedkv/activation.py",
+           " or first_needed > spaces.pool.available:", ":", (ACTIVATION,)),
     Mutant("C10.9", "a refusal that waiting cannot mend says it can", "pagedkv/activation.py",
            "self.config.blocks, forever=True,", "self.config.blocks, forever=False,",
            (HOST + "test_sequence.py", TOUR)),
@@ -384,7 +441,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C15.3", "lengths are frozen at capture", "graphs/capture.py",
            "            self._store.launch_graph(self.graph)\n",
            "            if not self.replays:\n                self._store.launch_graph(self.graph)\n", (LOOP,)),
-    # ---- invariants: each check of C16 is left out
+    # ---- invariants: KV without the caller's state; and each check of C16 is left out
+    Mutant("C16.16", "KV presence alone is a hit", "pagedkv/activation.py",
+           "        if self.continuations.states[number].state is None:\n", "        if False:\n", (ACTIVATION,)),
     *(
         Mutant(f"C16.{number}", "a check that nobody calls", "pagedkv/check.py", f"    {call}\n", "    pass\n",
                (HOST + "test_check.py",))

@@ -256,3 +256,22 @@ def test_the_conservation_law_holds_through_a_whole_life() -> None:
 
     assert seen == [(0, 0, 5), (0, 4, 1), (0, 4, 1), (2, 2, 1), (1, 3, 1), (1, 2, 2), (0, 0, 5)]
     assert {sum(counters) for counters in seen} == {5}
+
+
+def test_unbinding_frees_the_ids_and_keeps_the_promise() -> None:
+    """Bind, unbind and bind again: reserved stays, the ids' earlier handles are stale.  (C6.5, C10.2)"""
+    pool = pool_with_leases(4, 1)
+    assert pool.try_reserve(2)
+    before = state(pool)
+    bound = pool.bind(2)
+    serials = pool.serials[bound].tolist()
+
+    pool.unbind(bound)
+
+    assert (state(pool), pool.bound, pool.promised) == (before, 0, 2)
+    assert pool.free_runs.runs() == [(1, 4)]
+    again = pool.bind(2)
+    assert again.tolist() == bound.tolist()
+    assert not set(pool.serials[again].tolist()) & set(serials)
+    with refused(MisuseError, "C6.2", pool):
+        pool.unbind(ids(0, *bound.tolist()))
