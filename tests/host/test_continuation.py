@@ -218,6 +218,17 @@ def test_only_what_is_committed_is_protected(tokens: int) -> None:
     store.check()
 
 
+@pytest.mark.parametrize("tokens", [129, 192, 1000])
+def test_nothing_beyond_an_aligned_frontier_is_protected(tokens: int) -> None:
+    """There is no page there that could refuse it.  (C7.8)"""
+    store = SharedLedgers()
+    kept = store.retain(128)
+
+    with refused(MisuseError, "C7.8", store.ledgers):
+        store.ledgers.protect(kept, tokens, "main")
+    store.check()
+
+
 def test_a_page_protects_the_most_of_what_its_inactive_spaces_protect() -> None:
     """Three continuations on the same two pages, lowered and released one after another.  (C7.8)"""
     store = SharedLedgers(max_context=320)
