@@ -31,6 +31,11 @@ def one_prepared_fork(_: int) -> None:
     test_claims.test_a_source_of_a_prepared_activation_stays_as_it_is(keep_source=True)
 
 
+def cut_continuation(_: int) -> None:
+    """Cut a continuation inside its first page."""
+    test_continuation.test_truncating_a_continuation_drops_pages_and_cuts_one(32)
+
+
 FOUND_BY: dict[str, Callable[[int], None]] = {
     "a source is claimed by nobody": one_prepared_fork,
     "a source may be taken away": one_prepared_fork,
@@ -64,6 +69,13 @@ FOUND_BY: dict[str, Callable[[int], None]] = {
     ),
     "a move counts pages that others hold as its own": (
         lambda _: test_activation.test_a_move_inside_a_shared_page_copies_it_first()
+    ),
+    "a move cuts what others read": lambda _: test_activation.test_a_move_inside_a_shared_page_copies_it_first(),
+    "a cut continuation keeps its pages": cut_continuation,
+    "a cut continuation keeps its frontier": cut_continuation,
+    "a cut continuation's tail keeps its columns": cut_continuation,
+    "a continuation is cut below what it protects": (
+        lambda _: test_continuation.test_truncating_below_what_is_protected_is_refused_until_it_is_lowered()
     ),
     "what a move releases is not reserved again": (
         lambda _: test_activation.test_a_move_counts_the_pages_that_it_releases()
