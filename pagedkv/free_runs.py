@@ -130,6 +130,8 @@ class FreeRuns:
     def give(self, ids: Ids | Index) -> None:
         """Return ids, in any order, to the set and merge them with their neighbours; they must not be free already."""
         at = self.index_of(ids)
+        if not isinstance(at, slice) and at.size < 2:
+            at = slice(at.item(0), at.item(0) + 1) if at.size else slice(0, 0)
         if isinstance(at, slice):
             if at.stop > at.start:
                 self._insert(at.start, at.stop)

@@ -155,6 +155,17 @@ def test_more_ids_than_are_free_is_an_internal_error() -> None:
         runs.take(4)
 
 
+@pytest.mark.parametrize("given", [[], [2], [5, 2], [2, 3, 7]])
+def test_any_number_of_ids_is_given_back_as_an_index(given: list[int]) -> None:
+    """An index that is no run is int64: none, one and several of its ids come back.  (C3.6)"""
+    runs = with_free(8, [])
+
+    runs.give(np.array(given, np.int64))
+
+    assert sorted(given) == np.flatnonzero(runs.mask()).tolist()
+    assert runs.id_count == len(given)
+
+
 def test_runs_agree_with_a_plain_set_through_random_use(seed: int) -> None:
     """Taken ids are free and distinct, and mask, count and runs follow.  (C3.6)"""
     rng = random.Random(seed)
@@ -171,7 +182,7 @@ def test_runs_agree_with_a_plain_set_through_random_use(seed: int) -> None:
             else:
                 rng.shuffle(held)
                 given = [held.pop() for _ in range(rng.randint(0, min(len(held), rng.choice((1, 3, 40)))))]
-                runs.give(np.array(given, np.int32))
+                runs.give(np.array(given, np.int32) if rng.random() < 0.5 else np.array(given, np.int64))
                 free |= set(given)
 
             expected = [i in free for i in range(capacity)]
