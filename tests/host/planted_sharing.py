@@ -153,10 +153,7 @@ IN_CONTINUATIONS = (
     Hollow("retaining protects nothing", RetainedSpaces, "_raise_protection"),
     Planted(
         "lowering forgets the other spaces", RetainedSpaces, "_lower_protection",
-        "np.maximum(after, self._others(number, first, changed))", "after",
-    ),
-    Planted(
-        "protection may exceed the frontier", RetainedSpaces, "protect", "0 <= tokens <= space.frontier", "0 <= tokens",
+        "after if others is None else np.maximum(after, others)", "after",
     ),
     Planted(
         "a cut continuation keeps its pages", RetainedSpaces, "truncate",

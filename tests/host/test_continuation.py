@@ -305,8 +305,9 @@ def test_truncating_below_what_is_protected_is_refused_until_it_is_lowered() -> 
     """Retaining protects all of it.  (C7.8, C9.10; vector 39)"""
     store = SharedLedgers()
     kept = store.retain(130)
-    with refused(MisuseError, "C9.10", store.ledgers):
-        store.ledgers.truncate_continuation(kept, 129, "main")
+    for tokens in (1, 64, 128, 129):  # at 64 and 128 whole pages would go, and none is cut inside
+        with refused(MisuseError, "C9.10", store.ledgers, match=r"expected 130 \(protected\) to 130 tokens"):
+            store.ledgers.truncate_continuation(kept, tokens, "main")
     store.ledgers.protect(kept, 100, "main")
     with refused(MisuseError, "C9.10", store.ledgers):
         store.ledgers.truncate_continuation(kept, 99, "main")

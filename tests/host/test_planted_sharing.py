@@ -53,9 +53,6 @@ FOUND_BY: dict[str, Callable[[int], None]] = {
         )
     ),
     "any source is a hit": lambda _: test_activation.test_a_continuation_without_state_is_never_a_hit(),
-    "protection may exceed the frontier": lambda _: (
-        test_continuation.test_nothing_beyond_an_aligned_frontier_is_protected(129)
-    ),
     "a moved tail keeps what was cut": (
         lambda _: test_activation.test_a_move_inside_a_private_page_cuts_it_and_advances_its_content_epoch(100)
     ),
