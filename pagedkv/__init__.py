@@ -47,6 +47,7 @@ from pagedkv.errors import (
     UnitInFlight,
 )
 from pagedkv.events import PageEvent, PageObserver
+from pagedkv.inspection import ContinuationInspection, PoolInspection, SpaceInspection, StoreInspection
 from pagedkv.journal_replay import JournalDifference, ReplayReport, replay_journal
 from pagedkv.kernels import shipped_modules
 from pagedkv.layout import control_words
@@ -76,6 +77,7 @@ __all__ = [
     "Clause",
     "ConfigError",
     "Continuation",
+    "ContinuationInspection",
     "Corruption",
     "Device",
     "DeviceFault",
@@ -99,6 +101,7 @@ __all__ = [
     "PagedKVError",
     "PagedKVLayerView",
     "PoolConfig",
+    "PoolInspection",
     "PoolPlan",
     "Profile",
     "Refusal",
@@ -106,9 +109,11 @@ __all__ = [
     "Route",
     "Sequence",
     "SnapshotRefused",
+    "SpaceInspection",
     "StaleHandle",
     "Store",
     "StoreConfig",
+    "StoreInspection",
     "StoreLatched",
     "StoreLedgers",
     "Stream",

@@ -359,7 +359,7 @@ class AddressSpaces:
         """Return committed columns 0..64 of pages; derived from the writer's frontier.  (C7 preamble)"""
         writers = self.pages.writer[logical]
         starts = self.pages.block[logical] << PAGE_SHIFT
-        derived = np.clip(self.frontier[writers] - starts, 0, PAGE_TOKENS)
+        derived = np.minimum(np.maximum(self.frontier[writers] - starts, 0), PAGE_TOKENS)
         return np.where(writers >= 0, derived, self.pages.committed[logical]).astype(np.int32)
 
     def _bind_window(self, row: int, end_tokens: int) -> None:

@@ -139,7 +139,7 @@ class FreeRuns:
             return
         ordered = at
         steps = at[1:] - at[:-1]
-        if steps.size and lowest(steps) < 1:
+        if lowest(steps) < 1:
             ordered = np.sort(at)
             steps = ordered[1:] - ordered[:-1]
         breaks = (steps != _ONE).nonzero()[0]

@@ -1,6 +1,7 @@
 """StoreEvidence: what a store tells about itself, and its journal's end.  (C3.11, C9.6, C12.4)
 
     memory_summary    pages and bytes of each pool now                  also when latched
+    inspect           a copy of everything the ledgers show, for tests and tools
     event_counts      pages and bytes by kind of event so far           also when latched
     observe           events as they happen, at the end of the operation that caused them
 
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pagedkv.config import StoreConfig
 from pagedkv.devices.protocol import Device
 from pagedkv.events import PageObserver
+from pagedkv.inspection import StoreInspection, inspect_ledgers
 from pagedkv.journal import Journal
 from pagedkv.ledgers import StoreLedgers
 from pagedkv.store_life import StoreLife
@@ -64,6 +66,11 @@ class StoreEvidence(StoreLife):
                 "slab_bytes": pool.page_bytes * pool.pages,
             }
         return summary
+
+    def inspect(self) -> StoreInspection:
+        """Return a copy of everything the ledgers show, for tests and tools; linear in pages.  (C16)"""
+        self._enter("inspect")
+        return inspect_ledgers(self._ledgers)
 
     def observe(self, observer: PageObserver) -> Callable[[], None]:
         """Call `observer` with every later PageEvent, at the end of the operation that caused it.  (C9.6, C13.3)

@@ -6,7 +6,7 @@ object with `"schema": 1`.  Exit codes: 0 ok, 1 a finding, 2 usage, 3 something 
 A subcommand is a thin shell: it parses, calls one module of `tools/`, prints.  Modules with heavy imports are
 imported by the subcommand that needs them, so that `pagedkv help C12.2` answers at once.
 
-Read next: `doctor.py`, `kernel_set.py`, `run.py`, `plan.py`.
+Read next: `doctor.py`, `kernel_set.py`, `run.py`, `plan.py`, `fuzz.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -237,6 +238,39 @@ def plan(
         host_arena_bytes=host_arena,
     )
     planning.plan_capacity(config, free_bytes=free_bytes, device=device, json=as_json)
+
+
+@main.command()
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything that is drawn.")
+@click.option("--events", type=click.IntRange(min=1), default=50_000, show_default=True, help="How many, in all.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def fuzz(seed: int, events: int, device: str, as_json: bool) -> None:
+    """Walk a store at random beside a model of the contract, and compare all there is.
+
+    A difference is a finding: exit code 1, with seed, event and the shortest history that shows it.
+    """
+    from pagedkv.tools import fuzz as fuzzing
+
+    begin = time.perf_counter()
+    try:
+        counts = fuzzing.fuzz(
+            seed, events, device=device, progress=lambda done, total: progress_line(f"{done} of {total} events")
+        )
+    except fuzzing.FuzzFound as found:
+        progress_line("")
+        if as_json:
+            click.echo(json.dumps(found.finding.as_json()))
+        else:
+            click.echo(str(found.finding))
+        sys.exit(EXIT_FINDING)
+    progress_line("")
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "seed": seed, "events": events, "finding": None, "counts": dict(counts)}))
+    else:
+        for name, count in counts.most_common():
+            click.echo(f"{count:>9}  {name}")
+    click.echo(f"{events} events in {time.perf_counter() - begin:.1f} s, nothing found", err=True)
 
 
 @main.group()

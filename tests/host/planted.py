@@ -16,11 +16,16 @@ import pytest
 
 from pagedkv.activation import Activations
 from pagedkv.address_space import AddressSpaces
+from pagedkv.continuation import Continuations
+from pagedkv.device_actions import DeviceActions
 from pagedkv.free_runs import FreeRuns
 from pagedkv.ledgers import StoreLedgers
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
+from pagedkv.retained_spaces import RetainedSpaces
 from pagedkv.sequence import Sequences
+from pagedkv.snapshot import Snapshots
+from pagedkv.store import Store
 from pagedkv.unit_guard import UnitGuard
 
 
@@ -177,4 +182,172 @@ IN_UNITS = (
     Planted("an abort in flight is forgotten", StoreLedgers, "_end", "if self._aborting else ()", "if False else ()"),
 )  # fmt: skip
 
-PLANTED = (*IN_MAPPING, *IN_COMMIT, *IN_TRIM_AND_TRUNCATE, *IN_POOLS, *IN_SEQUENCES, *IN_UNITS)
+IN_ACTIVATIONS = (
+    Planted(
+        "a fork reserves no page for its tail", Activations, "_plan_pool",
+        "entitlement - full)", "entitlement - full - (tail > 0))",
+    ),
+    Planted(
+        "a tail that others hold is moved", Activations, "_plan_pool",
+        "int(retained.pages.references[members[full]]) == 1", "True",
+    ),
+    Planted("a moved tail is left behind", Activations, "_plan_pool", "kept = full + is_moved", "kept = full"),
+    Planted(
+        "a moved source stays", Activations, "commit",
+        "del self.continuations.states[target.source.number]", "pass",
+    ),
+    Planted(
+        "a budget forgets what came from the source", Activations, "commit",
+        "publish(row, base + target", "publish(row, target",
+    ),
+    Planted(
+        "an aborted activation keeps its row", Activations, "prepare",
+        "undo.callback(self.sequences.return_row, leased)", "pass",
+    ),
+    Planted(
+        "an aborted activation keeps its source pinned", Activations, "_claim_pages",
+        "prepared.undo.callback(pages.unpin, tail_source)", "pass",
+    ),
+    Planted(
+        "an aborted activation keeps its claim", Activations, "prepare",
+        "undo.callback(pool.shrink, claim)", "pass",
+    ),
+    Planted(
+        "an aborted activation claims its source for good", Activations, "prepare",
+        "undo.callback(self.continuations.unclaim, target.source)", "pass",
+    ),
+    Planted("a fork adds no reference", Activations, "_take_members", "pages.share_active(", "(lambda pages: None)("),
+    Planted(
+        "a moved tail is cut in the same epoch", Activations, "_take_members",
+        "pages.withdraw(kept[-1:], part.frontier & PAGE_MASK)", "pass",
+    ),
+    Planted(
+        "nobody may write a moved tail", Activations, "_take_members",
+        "pages.thaw(kept[-1:], prepared.plan.row)", "pass",
+    ),
+    Planted(
+        "pages beyond a move leak", Activations, "_take_members",
+        "retained.drop(members[part.kept_pages :])", "pass",
+    ),
+    Planted("a backend begins beyond Main", Activations, "_frontiers", 'min(own, wanted["main"])', "own"),
+    Planted(
+        "KV without state is a hit", Activations, "_frontiers",
+        "self.continuations.states[number].state is None", "False",
+    ),
+    Planted(
+        "the last column of a tail is not copied", Activations, "_claim_pages",
+        "part.copied_columns))", "part.copied_columns - 1))",
+    ),
+    Planted(
+        "a tail is copied over itself", Activations, "_claim_pages",
+        "int(pages.device[tail_source[0]])", "int(destination[0])",
+    ),
+)  # fmt: skip
+
+IN_SNAPSHOTS = (
+    Planted("a snapshot adds no reference", Snapshots, "commit", "spaces.pages.share(members)", "pass"),
+    Planted(
+        "a snapshot copies one column less", Snapshots, "prepare",
+        "int(destination[0]), columns))", "int(destination[0]), columns - 1))",
+    ),
+    Planted("a snapshot takes provisional pages", Snapshots, "explain", "if provisional:", "if False:"),
+    Planted("a snapshot needs no free page", Snapshots, "explain", "needed > spaces.pool.available", "False"),
+    Planted(
+        "an aborted snapshot keeps its page", Snapshots, "prepare",
+        "undo.callback(spaces.pool.unbind, destination)", "pass",
+    ),
+    Planted(
+        "a backend's lead is retained", StoreLedgers, "_require_resumable",
+        "int(spaces.frontier[sequence.row]) > main:", "False:",
+    ),
+    Planted("retaining forgets to trim", StoreLedgers, "finish", "spaces.trim(keep)", "pass"),
+)  # fmt: skip
+
+IN_RETAINED = (
+    Planted(
+        "a cut continuation keeps its epoch", RetainedSpaces, "truncate",
+        "if tokens < space.frontier and tokens & PAGE_MASK", "if False",
+    ),
+    Planted(
+        "a shared page of a continuation is cut", RetainedSpaces, "truncate",
+        "self.pages.require_private(cut, what)", "pass",
+    ),
+    Planted(
+        "a continuation is cut below what it protects", RetainedSpaces, "truncate",
+        "not space.protected_frontier <= tokens", "not 0 <= tokens",
+    ),
+    Planted("a cut continuation keeps its frontier", RetainedSpaces, "truncate", "space.frontier = tokens", "pass"),
+    Planted(
+        "lowering protection forgets the other spaces", RetainedSpaces, "_lower_protection",
+        "after if others is None else np.maximum(after, others)", "after",
+    ),
+    Planted(
+        "a continuation that ends protects for good", RetainedSpaces, "take",
+        "self._lower_protection(number, space, 0)", "pass",
+    ),
+    Planted(
+        "retaining protects nothing", RetainedSpaces, "keep",
+        "self._raise_protection(self.spaces[number], frontier)", "pass",
+    ),
+    Planted(
+        "dropping pages gives no page group back", RetainedSpaces, "drop",
+        "self.pool.release(page_ids, leased=page_ids.size)", "pass",
+    ),
+    Planted("a released continuation is still there", Continuations, "release", "del self.states[number]", "pass"),
+)  # fmt: skip
+
+IN_SHARED_PAGES = (
+    Planted("the first of many to let go frees a page", LogicalPages, "release", "self._where_zero(at, left)", "at"),
+    Planted("withdrawn columns keep their epoch", LogicalPages, "withdraw", "self.renew_content(changed)", "pass"),
+    Planted("a frozen page has nothing committed", LogicalPages, "freeze", "self.committed[at] = committed", "pass"),
+    Planted(
+        "protectors are never counted down", LogicalPages, "lower_protection",
+        "self.protectors[at] = left", "pass",
+    ),
+    Planted("an inactive page stays active", LogicalPages, "deactivate", "self.active[at] = active - _ONE", "pass"),
+    Planted(
+        "freezing moves no boundary", AddressSpaces, "freeze",
+        "self.shared_end[row] = full << PAGE_SHIFT", "pass",
+    ),
+    Planted(
+        "adopted pages are in no table", AddressSpaces, "adopt",
+        "self.table.mirror[row, :count] = page_ids", "pass",
+    ),
+    Planted(
+        "nobody may write what a truncate cut", AddressSpaces, "truncate",
+        "self.pages.thaw(immutable, row)", "pass",
+    ),
+    Planted(
+        "a truncate leaves shared_end", AddressSpaces, "truncate",
+        "min(int(self.shared_end[row]), first_cut << PAGE_SHIFT)", "int(self.shared_end[row])",
+    ),
+    Planted("finish releases shared pages for all", AddressSpaces, "close", "if shared:", "if False:"),
+    Planted(
+        "finish keeps the promise", AddressSpaces, "_vacate",
+        "self.pool.shrink(self.entitlement_pages(row) - bound)", "pass",
+    ),
+)  # fmt: skip
+
+ON_THE_DEVICE = (
+    Planted(
+        "the last entry of a membership is not published", DeviceActions, "publish_memberships",
+        "[row, : page_ids.size], page_ids,", "[row, : page_ids.size - 1], page_ids[:-1],",
+    ),
+    Planted(
+        "only the first tail is copied", DeviceActions, "copy_tails",
+        "for copy in copies:", "for copy in copies[:1]:",
+    ),
+    Planted(
+        "a failed activation is not aborted", Store, "_activate",
+        "self._ledgers.abort_activation(prepared)", "pass",
+    ),
+    Planted(
+        "a failed snapshot is not aborted", Store, "try_snapshot",
+        "self._ledgers.abort_snapshot(prepared)", "pass",
+    ),
+)  # fmt: skip
+
+PLANTED = (
+    *IN_MAPPING, *IN_COMMIT, *IN_TRIM_AND_TRUNCATE, *IN_POOLS, *IN_SEQUENCES, *IN_UNITS, *IN_ACTIVATIONS, *IN_SNAPSHOTS,
+    *IN_RETAINED, *IN_SHARED_PAGES, *ON_THE_DEVICE,
+)  # fmt: skip

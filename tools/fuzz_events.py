@@ -1,0 +1,490 @@
+"""Events of a random walk over a store, drawn from the model alone.
+
+An event is a plain record: what happens, to what, with which numbers.  What it acts on is named by the number of the
+event that made it, so a list of events can be run again, also with some of them left out: an event whose subject was
+never made does nothing, and what is right for every other one is asked of the model when it happens.
+
+    12  activate   prompt=130 output=70
+    13  begin      sequences=[12] columns={'main': [130]} form=1
+
+How often each kind comes is drawn for each walk ("swarm" weights: some kinds hardly occur, others dominate), as is how
+often a call is illegal and how far units reach.  Because only the model is asked, a bug in the store cannot steer the
+walk.
+
+Read next: `fuzz.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pagedkv as pk
+from pagedkv.tools.ledger_model import (
+    ContinuationModel,
+    LedgerModel,
+    SequenceModel,
+    UnitModel,
+    Wanted,
+    pages_of,
+)
+
+Arguments = dict[str, Any]
+
+RETAINED_MANY = 5
+"""Continuations from which on releases and moves are preferred, so that pools do not fill with them for good."""
+
+MISUSES = 12
+"""How many calls `fuzz.py` knows that are never right."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event: its number names what it makes."""
+
+    number: int
+    kind: str
+    arguments: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        told = " ".join(f"{name}={value}" for name, value in self.arguments.items())
+        return f"{self.number:>4}  {self.kind:<10} {told}"
+
+
+@dataclass(frozen=True)
+class WalkShape:
+    """The store of a walk: one layer, one head, the fewest elements, so that a page is 2 KiB in each plane of Main.
+
+    Attributes:
+        pages: of the Main pool.
+        backend: "", "mtp" or "draft".
+        draft_window: K of MTP, 0 otherwise.
+        role: the plane whose bytes are written and compared.
+    """
+
+    max_context: int
+    max_concurrency: int
+    pages: int
+    backend: str
+    draft_window: int
+    role: str
+
+    def config(self) -> pk.StoreConfig:
+        """Return the configuration of the store."""
+        geometry = pk.KVGeometry(layers=1, query_heads=1, kv_heads=1, head_dim=16)
+        backend: pk.MTPBackend | pk.DraftFullBackend | None = None
+        if self.backend == "mtp":
+            backend = pk.MTPBackend(self.draft_window)
+        elif self.backend == "draft":
+            backend = pk.DraftFullBackend(pk.KVGeometry(layers=1, query_heads=1, kv_heads=1, head_dim=64))
+        return pk.StoreConfig(
+            geometry, profile="bf16", max_context=self.max_context, max_concurrency=self.max_concurrency,
+            kv_capacity=pk.ExplicitCapacity(max(self.pages * pk.PAGE_TOKENS, self.max_context)),
+            backend=backend, prefill_columns_max=16,
+        )  # fmt: skip
+
+
+def draw_shape(rng: random.Random) -> WalkShape:
+    """Draw a small store: any context, one to five rows, no more pages than lanes can use, any backend."""
+    max_context = rng.choice((rng.randint(1, 400), rng.randint(128, 448), rng.randint(128, 448)))
+    max_concurrency = rng.randint(1, 5)
+    if rng.random() < 0.05:  # more than one binding window of 64 pages
+        max_context, max_concurrency = rng.randint(64 * 66, 64 * 80), rng.randint(1, 2)
+    blocks = pages_of(max_context)
+    least, most = max(blocks, max_concurrency), blocks * max_concurrency
+    pages = max(rng.randint(least, most), rng.randint(least, most))
+    backend, window = rng.choice((("", 0), ("mtp", 1), ("mtp", 2), ("mtp", 5), ("mtp", 15), ("draft", 0), ("draft", 0)))
+    return WalkShape(max_context, max_concurrency, pages, backend, window, rng.choice(("k_code", "v_code")))
+
+
+@dataclass
+class EventDrawer:
+    """Draws the next event of one walk."""
+
+    rng: random.Random
+    model: LedgerModel
+    batches: list[tuple[int, list[SequenceModel]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = self.rng
+        is_long = self.model.max_context > 64 * 64
+        self.boldness = rng.choice((0.03, 0.1, 0.25))
+        self.is_bold = False
+        self.leads = rng.random() < 0.3  # whether backends run ahead of Main
+        self.reach = rng.choice((300, 6000) if is_long else (3, 70, 300, 300))
+        weights: dict[Callable[[], Arguments | None], float] = {
+            self.activate: 7, self.begin: 26, self.commit: 26, self.fail: 3, self.trim: 8, self.truncate: 8,
+            self.ensure: 3, self.finish: 9, self.abort: 1, self.batch: 2, self.misuse: 1, self.overreach: 3,
+            self.resume: 24, self.snapshot: 8, self.release: 4, self.protect: 6, self.cut: 8, self.attach: 1,
+        }  # fmt: skip
+        self.kinds = list(weights)
+        self.weights = [weight * rng.choice((0.2, 1.0, 1.0, 3.0)) for weight in weights.values()]
+
+    def draw(self, number: int) -> Event:
+        """Draw an event; a kind that finds nothing to act on is drawn again.
+
+        Whether it may break rules is drawn before its kind: else kinds that find something only when they break one
+        would do little else.
+        """
+        self.is_bold = self.rng.random() < self.boldness
+        while True:
+            kind = self.rng.choices(self.kinds, self.weights)[0]
+            arguments = kind()
+            if arguments is not None:
+                name = {"overreach": "begin", "resume": "activate", "cut": "truncate"}.get(kind.__name__, kind.__name__)
+                return Event(number, name, arguments)
+
+    # ---- activations ------------------------------------------------------------------------------
+
+    def activate(self) -> Arguments | None:
+        """A target from nothing, which mostly fits."""
+        if len(self.model.active) == self.model.max_concurrency and self.rng.random() < 0.7:
+            return None
+        ceiling = self.model.max_context
+        low = self.rng.randint(1, (ceiling + 1) // 2)
+        total = self.rng.choice((low, low, self.rng.randint(1, ceiling), ceiling))
+        if self.rng.random() < 0.5:  # at a page boundary, or just below it
+            total = min(max(pages_of(total) * pk.PAGE_TOKENS - self.rng.randint(0, 4), 1), ceiling)
+        if self._is_bold():
+            total = ceiling + self.rng.choice((1, 63, 64, 10_000))
+        prompt = self.rng.randint(1, total)
+        return {"prompt": prompt, "output": total - prompt}
+
+    def resume(self) -> Arguments | None:
+        """A target from a continuation, by Fork or by Move, at any frontier; sometimes one that it does not hold."""
+        complete = [one for one in self.model.retained if one.state is not None]
+        continuation = self._continuation() if self._is_bold() or not complete else self.rng.choice(complete)
+        is_full = len(self.model.active) == self.model.max_concurrency
+        if continuation is None or (is_full and self.rng.random() < 0.8):
+            return None
+        rng, spaces = self.rng, continuation.spaces
+        main = max(self._position(spaces["main"].frontier), 1)
+        frontier: Any = {"main": main}
+        for pool, space in spaces.items():
+            if pool != "main":
+                frontier[pool] = min(self._position(space.frontier), main)
+        if rng.random() < 0.3:
+            frontier = None
+        elif len(spaces) == 1 and rng.random() < 0.5:
+            frontier = main
+        if len(spaces) > 1 and rng.random() < 0.06:  # a little of Main, and all of the backend, which may be more
+            frontier = {pool: space.frontier for pool, space in spaces.items()}
+            frontier["main"] = min(main, rng.randint(1, 64))
+        if self._is_bold():
+            frontier = rng.choice((
+                0, -1, spaces["main"].frontier + 1, main, {"main": main, "rows": 0}, {},
+                {pool: space.frontier + 1 for pool, space in spaces.items()}, dict.fromkeys(spaces, main),
+            ))  # fmt: skip
+        room = max(self.model.max_context - main, 0)
+        total = rng.choice((0, min(1, room), rng.randint(0, min(room, 70)), rng.randint(0, room), room))
+        if self._is_bold():
+            total = room + rng.choice((1, 64))
+        prompt = rng.randint(0, total)
+        keeps = rng.random() < (0.4 if len(self.model.retained) > RETAINED_MANY else 0.6)
+        made = {"prompt": prompt, "output": total - prompt, "source": continuation.name, "frontier": frontier,
+                "keeps": keeps}  # fmt: skip
+        if rng.random() < 0.12:
+            made["fail_at"] = rng.randint(1, 4)
+        return made
+
+    # ---- continuations ----------------------------------------------------------------------------
+
+    def snapshot(self) -> Arguments | None:
+        """A checkpoint of a sequence, mostly one at a boundary."""
+        sequence = self._resumable()
+        if sequence is None or (len(self.model.retained) > RETAINED_MANY and self.rng.random() < 0.7):
+            return None
+        made = {"sequence": sequence.name, "state": self._state()}
+        if self.rng.random() < 0.12:
+            made["fail_at"] = self.rng.randint(1, 4)
+        return made
+
+    def release(self) -> Arguments | None:
+        """A continuation that goes; sometimes one that is gone."""
+        if len(self.model.retained) < self.rng.randint(0, RETAINED_MANY):
+            return None
+        continuation = self._continuation()
+        return None if continuation is None else {"continuation": continuation.name}
+
+    def protect(self) -> Arguments | None:
+        """A protected frontier, moved up or down."""
+        continuation = self._continuation()
+        if continuation is None:
+            return None
+        pool = self._pool()
+        space = continuation.spaces.get(pool, continuation.spaces["main"])
+        tokens = self.rng.choice((0, self._position(space.frontier), self._position(space.frontier)))
+        others = [other.spaces.get(pool, space) for other in self.model.retained if other is not continuation]
+        blocks = [block for block, page in enumerate(space.pages) if any(page in other.pages for other in others)]
+        if blocks and self.rng.random() < 0.5:  # inside a page that another one may protect in part too
+            tokens = min(self.rng.choice(blocks) * pk.PAGE_TOKENS + self.rng.randint(1, 63), space.frontier)
+        if self._is_bold():
+            tokens = self.rng.choice((-1, space.frontier + 1))
+        return {"continuation": continuation.name, "pool": pool, "tokens": tokens}
+
+    def cut(self) -> Arguments | None:
+        """A truncate of a continuation, mostly down to what it protects."""
+        pool = self._pool()
+        loose = [one for one in self.model.retained
+                 if pool in one.spaces and one.spaces[pool].protected < one.spaces[pool].frontier]  # fmt: skip
+        continuation = self.rng.choice(loose) if loose and self.rng.random() < 0.8 else self._continuation()
+        if continuation is None:
+            return None
+        space = continuation.spaces.get(pool, continuation.spaces["main"])
+        last = space.frontier // pk.PAGE_TOKENS
+        aligned = self.rng.randint(min(max(pages_of(space.protected), 1), last), last) * pk.PAGE_TOKENS
+        position = space.protected + self._position(space.frontier - space.protected)
+        tokens = self.rng.choice((aligned, position, space.protected, self._position(space.frontier)))
+        if self._is_bold():
+            tokens = self.rng.choice((space.protected - 1, space.frontier + 1, -1))
+        return {"continuation": continuation.name, "pool": pool, "tokens": tokens}
+
+    def attach(self) -> Arguments | None:
+        """A state for a continuation, or none."""
+        continuation = self._continuation()
+        return None if continuation is None else {"continuation": continuation.name, "state": self._state()}
+
+    # ---- units ------------------------------------------------------------------------------------
+
+    def batch(self) -> Arguments | None:
+        """A batch, legal or not, for later units."""
+        sequences = self._some_sequences()
+        return {"sequences": [sequence.name for sequence in sequences]} if sequences or self.is_bold else None
+
+    def begin(self) -> Arguments | None:
+        """A unit over a fresh or an old batch, in one pool or two, with columns that mostly fit."""
+        chosen = self._batch()
+        if chosen is None:
+            return None
+        named, sequences = chosen
+        return {**named, "columns": self._columns(sequences), "form": self.rng.randrange(3)}
+
+    def overreach(self) -> Arguments | None:
+        """A unit that fills every pool of one sequence to its limit, and one pool perhaps beyond it."""
+        resting = [sequence for sequence in self.model.active if sequence.unit is None]
+        if not resting:
+            return None
+        sequence = self.rng.choice(resting)
+        limit, context = self.rng.choice(list(self.model.pools)), self.model.max_context
+        columns: dict[str, Wanted] = {}
+        for pool, space in sequence.spaces.items():
+            end = min(space.entitlement * pk.PAGE_TOKENS, context)
+            if pool == limit:
+                end = self.rng.choice((space.entitlement * pk.PAGE_TOKENS, context)) + self.rng.randint(0, 1)
+            columns[pool] = end - space.frontier
+        return {"sequences": [sequence.name], "columns": columns, "form": 1}
+
+    def commit(self) -> Arguments | None:
+        """A commit of a unit in flight, mostly in part; sometimes of one that has ended, or of too much."""
+        unit = self._unit()
+        if unit is None:
+            return None
+        accepted = self._accepted(unit)
+        is_all = unit.is_open and accepted == unit.columns and self.rng.random() < 0.5
+        return {"unit": unit.name, "accepted": None if is_all else accepted, "form": self.rng.randrange(3)}
+
+    def fail(self) -> Arguments | None:
+        """The end of a unit without a commit."""
+        unit = self._unit()
+        return None if unit is None else {"unit": unit.name}
+
+    # ---- between units ----------------------------------------------------------------------------
+
+    def trim(self) -> Arguments | None:
+        """A trim of a batch in one pool, with or without provisional columns."""
+        chosen = self._batch()
+        if chosen is None:
+            return None
+        named, sequences = chosen
+        provisional: Wanted = self.rng.choice((0, 0, self.rng.randint(0, 200)))
+        if self.rng.random() < 0.3:
+            provisional = [self.rng.randint(0, 130) for _ in sequences]
+        if self._is_bold():
+            provisional = self.rng.choice((-1, [0] * (len(sequences) + 1), 1 << 31))
+        return {**named, "pool": self._pool(), "provisional": provisional}
+
+    def truncate(self) -> Arguments | None:
+        """A lower frontier of a sequence, from 0 to what it is; sometimes above it or below 0."""
+        sequence, pool = self._sequence(), self._pool()
+        other = self._sequence()
+        if sequence is None or other is None:
+            return None
+        if self._frontier(other, pool) > self._frontier(sequence, pool):
+            sequence = other
+        committed = self._frontier(sequence, pool)
+        tokens = self._position(committed)
+        if self._is_bold():
+            tokens = self.rng.choice((-1, committed + 1, committed + 64))
+        return {"sequence": sequence.name, "pool": pool, "tokens": tokens}
+
+    def ensure(self) -> Arguments | None:
+        """A mapping ahead, also in flight; sometimes beyond the entitlement or the context."""
+        sequence = self._sequence(may_fly=True)
+        if sequence is None:
+            return None
+        pool = self._pool()
+        space = sequence.spaces.get(pool, sequence.spaces["main"])
+        room = min(space.entitlement * pk.PAGE_TOKENS, self.model.max_context)
+        tokens = self.rng.choice((0, room, self.rng.randint(0, room)))
+        if self._is_bold():
+            tokens = self.rng.choice((-1, space.entitlement * pk.PAGE_TOKENS + 1, self.model.max_context + 1))
+        return {"sequence": sequence.name, "pool": pool, "tokens": tokens}
+
+    def finish(self) -> Arguments | None:
+        """The end of a sequence, with or without a continuation; sometimes in flight, or the second time."""
+        is_kept = self.rng.random() < (0.2 if len(self.model.retained) > RETAINED_MANY else 0.8)
+        sequence = self._resumable() if is_kept else self._sequence()
+        if sequence is None:
+            return None
+        return {"sequence": sequence.name, "retain": is_kept, "state": self._state() if is_kept else None}
+
+    def abort(self) -> Arguments | None:
+        """The end of a sequence now or at its boundary."""
+        sequence = self._sequence(may_fly=True)
+        return None if sequence is None else {"sequence": sequence.name}
+
+    def misuse(self) -> Arguments | None:
+        """One of the calls that are never right."""
+        return {"which": self.rng.randrange(MISUSES), "row": self.rng.randrange(self.model.max_concurrency)}
+
+    # ---- choices ----------------------------------------------------------------------------------
+
+    def _is_bold(self) -> bool:
+        """Say whether this event breaks a rule on purpose."""
+        return self.is_bold and self.rng.random() < 0.6
+
+    def _position(self, tokens: int) -> int:
+        """Return a position in [0, tokens]: an end, a page boundary, one beside it, or any."""
+        aligned = self.rng.randint(0, tokens // pk.PAGE_TOKENS) * pk.PAGE_TOKENS
+        beside = min(max(aligned + self.rng.choice((-1, 1)), 0), tokens)
+        return self.rng.choice((0, tokens, aligned, beside, self.rng.randint(0, tokens), self.rng.randint(0, tokens)))
+
+    def _state(self) -> str | None:
+        return None if self.rng.random() < 0.1 else f"state {self.rng.randrange(1000)}"
+
+    def _pool(self) -> str:
+        if self._is_bold() and self.rng.random() < 0.2:
+            return self.rng.choice(("rows", "mtp2", ""))
+        return self.rng.choice(list(self.model.pools))
+
+    @staticmethod
+    def _frontier(holder: SequenceModel | ContinuationModel, pool: str) -> int:
+        return holder.spaces.get(pool, holder.spaces["main"]).frontier
+
+    def _sequence(self, *, may_fly: bool = False) -> SequenceModel | None:
+        """Return an active sequence at a boundary, or in flight too; a bold event takes any."""
+        ended = [sequence for sequence in self.model.sequences[-8:] if not sequence.is_active]
+        if ended and self._is_bold():
+            return self.rng.choice(ended)
+        active = self.model.active
+        if not may_fly and not self._is_bold():
+            active = [sequence for sequence in active if sequence.unit is None]
+        return self.rng.choice(active) if active else None
+
+    def _resumable(self) -> SequenceModel | None:
+        """Return a sequence, mostly one that can be retained, rather with much than with little committed."""
+        kept = [one for one in self.model.active if not self.model.retain_errors(one)]
+        if self._is_bold():
+            return self._sequence()
+        others = [one for one in self.model.active if one.unit is None and one not in kept]
+        if others and self.rng.random() < 0.08:
+            return self.rng.choice(others)
+        if not kept:
+            return None
+        return max(self.rng.choices(kept, k=2), key=lambda one: one.spaces["main"].frontier)
+
+    def _continuation(self) -> ContinuationModel | None:
+        """Return a continuation, mostly one that is there."""
+        gone = [one for one in self.model.continuations[-8:] if not one.is_current]
+        if gone and self._is_bold():
+            return self.rng.choice(gone)
+        return self.rng.choice(self.model.retained) if self.model.retained else None
+
+    def _some_sequences(self) -> list[SequenceModel]:
+        """Return distinct sequences in any order, mostly those at a boundary; sometimes none, stale or twice."""
+        active = self.model.active
+        resting = [sequence for sequence in active if sequence.unit is None]
+        pick = active if self._is_bold() else resting
+        sequences = self.rng.sample(pick, self.rng.randint(min(1, len(pick)), len(pick)))
+        if self._is_bold():
+            spoiled = self.rng.choice((self.model.sequences[-8:], sequences, []))
+            sequences = [*sequences, *spoiled[:1]]
+        return sequences
+
+    def _batch(self) -> tuple[Arguments, list[SequenceModel]] | None:
+        """Return a fresh legal batch, or one that was made earlier and may be stale."""
+        if self.batches and self.rng.random() < 0.4:
+            name, sequences = self.rng.choice(self.batches)
+            is_usable = all(sequence.is_active and sequence.unit is None for sequence in sequences)
+            if is_usable or self._is_bold():
+                return {"batch": name}, sequences
+        sequences = self._some_sequences()
+        if not sequences or self.model.batch_errors(sequences):
+            return None
+        return {"sequences": [sequence.name for sequence in sequences]}, sequences
+
+    def keep_batch(self, name: int, sequences: list[SequenceModel]) -> None:
+        """Remember a batch that was made."""
+        self.batches = [*self.batches[-3:], (name, sequences)]
+
+    def _columns(self, sequences: list[SequenceModel]) -> dict[str, Wanted]:
+        """Return columns per pool that fit each row's room, or do not."""
+        names = list(self.model.pools)
+        columns: dict[str, Wanted] = {}
+        for pool in self.rng.sample(names, self.rng.choice((1, len(names), len(names)))):
+            rooms = [
+                min(sequence.spaces[pool].entitlement * 64, self.model.max_context) - sequence.spaces[pool].frontier
+                for sequence in sequences
+            ]
+            if pool != "main" and not self.leads:  # no further than Main, so that the sequence can be retained
+                ends = [sequence.spaces["main"].frontier - sequence.spaces[pool].frontier for sequence in sequences]
+                rooms = [min(room, max(end, 0)) for room, end in zip(rooms, ends, strict=True)]
+            limits = [min(room, self.reach) for room in rooms]
+            counts = [self.rng.choice((0, min(1, limit), limit, *[self.rng.randint(0, limit)] * 2)) for limit in limits]
+            columns[pool] = min(counts) if self.rng.random() < 0.5 else counts
+        if self._is_bold():
+            self._spoil(columns, sequences)
+        return columns
+
+    def _spoil(self, columns: dict[str, Wanted], sequences: list[SequenceModel]) -> None:
+        """Break one rule in columns that fit: mostly one entry of one pool that goes beyond its entitlement."""
+        pool, entry = self.rng.choice(list(columns)), self.rng.randrange(len(sequences))
+        given = columns[pool]
+        counts = [given] * len(sequences) if isinstance(given, int) else list(given)
+        space = sequences[entry].spaces[pool]
+        counts[entry] = space.entitlement * pk.PAGE_TOKENS - space.frontier + self.rng.choice((1, 64))
+        kind = self.rng.randrange(10)
+        if kind == 0:
+            counts[entry] = self.rng.choice((-1, 1 << 31))
+        elif kind == 1:
+            counts[entry] = self.model.max_context - space.frontier + 1
+        elif kind == 2:
+            counts = self.rng.choice(([*counts, 0], counts[1:]))
+        columns[pool] = counts
+        if kind == 3:
+            columns["rows"] = 1
+        elif kind == 4:
+            columns.clear()
+
+    def _unit(self) -> UnitModel | None:
+        """Return a unit, mostly one in flight."""
+        open_units = self.model.open_units
+        if self.model.units and self._is_bold():
+            return self.rng.choice(self.model.units[-6:])
+        return self.rng.choice(open_units) if open_units else None
+
+    def _accepted(self, unit: UnitModel) -> dict[str, Wanted]:
+        """Return accepted columns for some of the pools that a unit wrote, or more than it wrote."""
+        accepted: dict[str, Wanted] = {}
+        for pool, written in unit.columns.items():
+            counts = list(written) if self.rng.random() < 0.5 else [self.rng.randint(0, count) for count in written]
+            if self._is_bold():
+                entry = self.rng.randrange(len(counts))
+                counts[entry] = self.rng.choice((-1, written[entry] + 1, 1 << 31))
+            if self.rng.random() < 0.9:
+                accepted[pool] = min(counts) if self.rng.random() < 0.2 else counts
+        if self._is_bold() and self.rng.random() < 0.3:
+            accepted[self.rng.choice(("main", "mtp", "draft", "rows"))] = self.rng.choice((0, 1))
+        return accepted
