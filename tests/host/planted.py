@@ -227,7 +227,8 @@ IN_ACTIVATIONS = (
     ),
     Planted(
         "pages beyond a move leak", Activations, "_take_members",
-        "retained.drop(members[part.kept_pages :])", "pass",
+        "retained.drop(members[part.kept_pages :], first_block=part.kept_pages, pages=members.size - part.kept_pages)",
+        "pass",
     ),
     Planted("a backend begins beyond Main", Activations, "_frontiers", 'min(own, wanted["main"])', "own"),
     Planted(

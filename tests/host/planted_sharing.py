@@ -100,7 +100,8 @@ IN_COMMIT = (
     ),
     Planted(
         "a move keeps the pages beyond its frontier", Activations, "_take_members",
-        "retained.drop(members[part.kept_pages :])", "pass",
+        "retained.drop(members[part.kept_pages :], first_block=part.kept_pages, pages=members.size - part.kept_pages)",
+        "pass",
     ),
     Planted(
         "a commit leaves the source pinned", Activations, "_take_members",
