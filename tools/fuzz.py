@@ -17,12 +17,13 @@ Read next: `shortest.py`.
 
 from __future__ import annotations
 
+import io
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 import numpy as np
 
@@ -67,6 +68,7 @@ class Finding:
         message: what differed.
         last: events before it, in order.
         shortest: the fewest events that were found to show something, and `shortest_message` what they show.
+        journal: lines of their journal, which `pagedkv journal replay` runs on the ledgers alone.
     """
 
     seed: int
@@ -77,13 +79,15 @@ class Finding:
     last: tuple[Event, ...]
     shortest: tuple[Event, ...]
     shortest_message: str
+    journal: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return what `pagedkv fuzz --json` prints."""
         history = [{"number": event.number, "kind": event.kind, **event.arguments} for event in self.shortest]
         told = {"message": self.message, "store": asdict(self.shape), "shortest_message": self.shortest_message}
         where = {"round": self.round_seed, "event": self.event}
-        return {"schema": 1, "seed": self.seed, "finding": {**where, **told, "shortest": history}}
+        evidence = {"shortest": history, "journal": list(self.journal)}
+        return {"schema": 1, "seed": self.seed, "finding": {**where, **told, **evidence}}
 
     def __str__(self) -> str:
         last = "\n".join(f"  {event}" for event in self.last)
@@ -91,7 +95,8 @@ class Finding:
         return (
             f"seed {self.seed}, round {self.round_seed}, event {self.event}: {self.message}\n"
             f"store: {self.shape}\nlast events:\n{last}\n"
-            f"shortest history, {len(self.shortest)} events, then: {self.shortest_message}\n{short}"
+            f"shortest history, {len(self.shortest)} events, then: {self.shortest_message}\n{short}\n"
+            "its journal, for pagedkv journal replay:\n" + "".join(self.journal)
         )
 
 
@@ -117,11 +122,11 @@ class Walk:
         counts: how often each kind of event, error and refusal happened.
     """
 
-    def __init__(self, shape: WalkShape, device: FaultyDevice) -> None:
+    def __init__(self, shape: WalkShape, device: FaultyDevice, journal: TextIO | None = None) -> None:
         config = shape.config()
         self.shape = shape
         self.device = device
-        self.store = pk.open_store(config, cast("pk.Device", device))
+        self.store = pk.open_store(config, cast("pk.Device", device), journal=journal)
         self.model = LedgerModel(
             {pool.name: PoolShape(pool.pages, pool.lead_tokens) for pool in config.pools},
             max_context=config.max_context, max_concurrency=config.max_concurrency,
@@ -520,9 +525,11 @@ def as_given(columns: dict[str, Wanted], form: int) -> dict[str, Any]:
     return {pool: np.array(wanted, kinds[pool]) for pool, wanted in columns.items()}
 
 
-def replay(shape: WalkShape, device: FaultyDevice, events: list[Event]) -> tuple[int, str] | None:
+def replay(
+    shape: WalkShape, device: FaultyDevice, events: list[Event], journal: TextIO | None = None
+) -> tuple[int, str] | None:
     """Run events again; return how many were needed to find something and what it is, or None."""
-    walk = Walk(shape, device)
+    walk = Walk(shape, device, journal)
     run = 0
     try:
         for event in events:
@@ -556,8 +563,11 @@ def walk_once(seed: int, round_seed: int, events: int, device: FaultyDevice, *, 
         short, message = shortest(
             past, lambda tried: replay(shape, device, tried), first=_told(found), seconds=shorten_seconds
         )
+        journal = io.StringIO()
+        replay(shape, device, short, journal)
         finding = Finding(
-            seed, round_seed, past[-1].number, shape, _told(found), tuple(past[-LAST_EVENTS:]), tuple(short), message
+            seed, round_seed, past[-1].number, shape, _told(found), tuple(past[-LAST_EVENTS:]), tuple(short), message,
+            tuple(journal.getvalue().splitlines(keepends=True)),
         )
         raise FuzzFound(finding) from found
     return walk.counts

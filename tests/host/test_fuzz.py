@@ -10,6 +10,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+import pagedkv as pk
 from pagedkv.pool import PagePool
 from pagedkv.tools import command
 from pagedkv.tools.fuzz import SHORTEN_SECONDS, FuzzFound, fuzz
@@ -75,6 +76,10 @@ def test_a_finding_comes_with_a_history_that_cannot_be_shorter(seed: int, monkey
     assert [event.kind for event in finding.shortest] == ["activate"]  # all is finished after the last event
     assert f"seed {seed}" in str(finding)
     assert all(str(event) in str(finding) for event in (*finding.last, *finding.shortest))
+    assert all(line in str(finding) for line in finding.journal)
+    monkeypatch.undo()
+    report = pk.replay_journal(finding.journal)
+    assert report.difference is not None, "the ledgers as they should be answer otherwise"
 
 
 def test_shortest_keeps_what_shows_a_finding() -> None:
