@@ -5,7 +5,7 @@
                tails, lease a row                                     can be given back
     (device)   copy the committed columns of tails, publish the       whoever executes it: copies, then tables
                row's whole membership in every pool
-    commit     Move or Fork memberships, publish the sequence         cannot fail
+    commit     Move or Fork memberships, publish the sequence         cannot fail for room
     abort      give every claim back                                  the source is as it was
 
 What becomes of each page of a source with frontier f, full = f / 64 and tail = f % 64 columns:

@@ -26,6 +26,7 @@ from pagedkv.events import PageEvents, PoolEvents
 from pagedkv.lease_growth import LeaseGrowth
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
+from pagedkv.quantities import PAGE_SHIFT
 from pagedkv.retained_spaces import RetainedSpaces
 from pagedkv.sequence import Sequence, Sequences
 from pagedkv.snapshot import PreparedSnapshot, Snapshots
@@ -114,6 +115,9 @@ class StoreLedgers:
                 Main's (C13.2), or nothing is committed.
         """
         self._require_boundary(sequence, "finish")
+        if type(retain) is not bool:
+            raise MisuseError("retain", expected="True or False", got=repr(retain),
+                              remedy="say whether the pages are to be kept", clause="C9.8")
         self._require_unpinned(sequence, "finish")
         if not retain:
             if state is not None:
@@ -284,9 +288,11 @@ class StoreLedgers:
         A pool that is not named keeps its frontier; None accepts every column of every pool.
 
         Raises:
-            MisuseError: the unit has ended, or a count is negative or above what the unit wrote; nothing changed.
+            MisuseError: the unit has ended, or a count is negative or above what the unit wrote, or a copy uses a page
+                of a sequence that was aborted in flight; nothing changed.
         """
         self.guard.require_open(unit, "commit")
+        self._require_endable(unit, "commit")
         spans = (
             {pool: entry.span for pool, entry in unit.written.items()} if accepted is None
             else {pool: self._accepted_span(unit, pool, wanted) for pool, wanted in accepted.items()}
@@ -301,6 +307,7 @@ class StoreLedgers:
     def fail_unit(self, unit: SubmittedUnit) -> None:
         """End a unit without a commit: what it wrote stays invisible.  (C9.5)"""
         self.guard.require_open(unit, "fail")
+        self._require_endable(unit, "fail")
         self._end(unit)
 
     # ---- between units ----------------------------------------------------------------------------
@@ -386,12 +393,18 @@ class StoreLedgers:
                                   got=int(spaces.frontier[sequence.row]),
                                   remedy="a provisional lead is no checkpoint: truncate it first", clause="C13.2")
 
+    def _require_endable(self, unit: SubmittedUnit, operation: str) -> None:
+        """Refuse to end a unit whose aborted sequences cannot end with it.  (C7.4, C12.4)"""
+        for row in unit.rows.tolist() if self._aborting else ():
+            if row in self._aborting:
+                self._require_unpinned(self._aborting[row], f"{operation} of {unit.label}, and with it abort")
+
     def _require_unpinned(self, sequence: Sequence, operation: str) -> None:
         for spaces in self.spaces.values():
-            mapped = spaces.membership_pages(sequence.row)
-            if spaces.pool.pins_total:
+            mapped, bound = spaces.membership_pages(sequence.row), spaces.bound_end.item(sequence.row) >> PAGE_SHIFT
+            if spaces.pool.pins_total:  # bound ids too: they become available with the others
                 spaces.pool.require_unpinned(
-                    spaces.mapped_ids(sequence.row), f"{operation} of row {sequence.row}: release"
+                    spaces.table.mirror[sequence.row, :bound], f"{operation} of row {sequence.row}: release"
                 )
             if spaces.pages.pins_total:
                 spaces.pages.require_unpinned(

@@ -137,9 +137,12 @@ class Store(StoreEvidence):
         Raises:
             MisuseError: counts of another form, a source without complete state (C2.2), or a frontier it does not hold.
             StaleHandle: the source was released or moved.
+            CaptureRefused: a source is named, and the stream is capturing.
             DeviceFault: a copy or a publication failed; every claim was given back, the source is as it was (C10.2).
         """
         self._enter("activate", can_withdraw=True)
+        if source is not None:
+            self._require_publishing("activate")
         return self._activate(ActivationTarget(prompt_tokens, output_tokens, source, frontier, keep_source))
 
     def activate(
@@ -155,10 +158,14 @@ class Store(StoreEvidence):
         answer = self.try_activate(prompt_tokens=prompt_tokens, output_tokens=output_tokens, source=source,
                                    frontier=frontier, keep_source=keep_source)
         if isinstance(answer, Refusal):
+            limits = {
+                "context": f"at most max_context = {self.config.max_context} tokens, what the source holds included",
+                "rows": f"at most {answer.available} rows",
+            }
             raise ActivationRefused(
                 f"activation of {prompt_tokens} + {output_tokens} tokens",
-                expected=f"at most {answer.available} {'rows' if answer.pool == 'rows' else 'pages of ' + answer.pool}",
-                got=f"{answer.needed}",
+                expected=limits.get(answer.reason, f"at most {answer.available} pages of {answer.pool}"),
+                got="more" if answer.reason == "context" else f"{answer.needed}",
                 remedy="lower the budget" if answer.forever else "finish a sequence first and try again",
                 clause="C10.9", refusal=answer,
             )
@@ -182,7 +189,11 @@ class Store(StoreEvidence):
         return sequence
 
     def can_honour(self, target: ActivationTarget) -> bool:
-        """Say whether `activate` would succeed now; no side effects.  (C10.9)"""
+        """Say whether there is room for `activate` now; no side effects.  (C10.9)
+
+        Raises:
+            MisuseError, StaleHandle: a target that is wrong whatever room there is, as `try_activate` says.
+        """
         return isinstance(self.explain(target), ActivationPlan)
 
     def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
@@ -238,9 +249,11 @@ class Store(StoreEvidence):
 
         Raises:
             UnitInFlight, StaleHandle, MisuseError: as `finish` with retain=True; nothing changed.
+            CaptureRefused: the stream is capturing: the copy must happen now, not at a replay.
             DeviceFault: a copy failed; every claim was given back.
         """
-        self._enter("snapshot", can_withdraw=True)
+        self._enter("snapshot")
+        self._require_publishing("snapshot")
         prepared = self._ledgers.prepare_snapshot(sequence, state)
         if isinstance(prepared, Refusal):
             return prepared
@@ -524,6 +537,9 @@ class Store(StoreEvidence):
 
     def truncate(self, target: Sequence | Continuation, tokens: int, pool: str = "main") -> None:
         """Lower the committed frontier of one pool to `tokens`, then trim, or release what is behind.  (C9.10)
+
+        Pools are cut one by one (C9.9): a continuation whose Main was cut below a backend's frontier is activated with
+        a frontier for every pool.
 
         Raises:
             UnitInFlight: a unit in flight selects the row (C12.2).

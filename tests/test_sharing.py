@@ -304,6 +304,58 @@ def test_a_device_fault_in_a_copy_latches_the_store_and_gives_the_claims_back(mo
         store._latch = None
 
 
+def test_nothing_is_copied_into_a_capture() -> None:
+    """C10.5, C10.6, C11.2: a tail's copy must happen now; recorded, it would happen at every replay instead."""
+    with opened(sanitizer=False) as store:
+        saved = retained(store, 150)
+        sequence = store.activate(source=saved, frontier=100, prompt_tokens=9, output_tokens=9)
+        before = snapshot(store._ledgers)
+        store.device.begin_capture(store.stream)
+        with pytest.raises(pk.CaptureRefused):
+            store.snapshot(sequence)
+        with pytest.raises(pk.CaptureRefused):
+            store.activate(source=saved, prompt_tokens=9, output_tokens=9)
+        store.device.end_capture(store.stream)
+
+        assert_unchanged(before, store._ledgers)
+
+
+@pytest.mark.parametrize("retain", [1, "no", np.True_, None])
+def test_whether_to_retain_is_a_bool(retain: Any) -> None:
+    """C9.8: what only looks like one is refused: it would decide about pages."""
+    with opened(sanitizer=False) as store:
+        sequence = store.activate(prompt_tokens=70, output_tokens=0)
+        advance(store, sequence, 70)
+        before = snapshot(store._ledgers)
+        with pytest.raises(pk.MisuseError, match="retain"):
+            store.finish(sequence, retain=retain)
+
+        assert_unchanged(before, store._ledgers)
+
+
+def test_a_pinned_page_that_is_bound_only_stops_the_end_in_every_pool() -> None:
+    """C7.4, C9.8: the second pool's bound page is asked for before the first pool is closed, whoever ends the row."""
+    with opened(backend=pk.MTPBackend(3), sanitizer=False) as store:
+        sequence = store.activate(prompt_tokens=200, output_tokens=50)
+        advance(store, sequence, 10)
+        advance(store, sequence, 10, "mtp")
+        spaces = store._ledgers.spaces["mtp"]
+        bound = spaces.table.mirror[sequence.row, 2:3].copy()
+        unit = store.begin_unit(store.batch([sequence]), 1)
+        store.wait(unit)
+        assert store.abort(sequence) is False
+        spaces.pool.pin(bound)
+        before = snapshot(store._ledgers)
+        for end in (store.commit, store.fail):
+            with pytest.raises(pk.MisuseError, match=r"pins.*\(C7.4\)"):
+                end(unit)
+            assert_unchanged(before, store._ledgers)
+        spaces.pool.unpin(bound)
+        store.commit(unit)
+
+        assert store.memory_summary()["mtp"]["available_pages"] == store.memory_summary()["mtp"]["capacity_pages"]
+
+
 # ---- answers --------------------------------------------------------------------------------------------
 
 
