@@ -314,13 +314,14 @@ class Activations:
         """Return the frontier that the target names in each pool; 0 without a source."""
         if target.source is None:
             return dict.fromkeys(self.spaces, 0)
+        # Read once, and before the source is looked up: a caller's mapping may answer otherwise the second time.
+        given = dict(target.frontier) if isinstance(target.frontier, Mapping) else target.frontier
         number = self.continuations.require_current(target.source)
         if self.continuations.states[number].state is None:
             raise MisuseError(f"activation from {target.source}", expected="a continuation with the caller's state",
                               got="one without: KV presence alone is never a hit",
                               remedy="attach_state when the state is complete, or recompute", clause="C2.2")
         committed = {name: retained.spaces[number].frontier for name, retained in self.continuations.retained.items()}
-        given = target.frontier
         if given is None and len(committed) == 1:
             return committed
         wanted = {"main": given} if type(given) is int else committed if given is None else given

@@ -101,7 +101,10 @@ class Continuations:
         if not isinstance(continuation, Continuation):
             raise MisuseError("a handle", expected="the Continuation that finish or snapshot returned",
                               got=repr(continuation), remedy="pass the handle", clause="C9.8")
-        known = continuation.store_id == self.store_id and type(continuation.number) is int
+        known = (
+            type(continuation.store_id) is int and continuation.store_id == self.store_id
+            and type(continuation.number) is int
+        )
         if not known or continuation.number not in self.states:
             raise StaleHandle(f"{continuation}", expected="a retained continuation of this store",
                               got="one that was released or moved, or of another store",

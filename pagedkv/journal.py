@@ -83,7 +83,7 @@ class Journal:
         if isinstance(target, str | PathLike):
             try:
                 self._opened = Path(target).open("w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
-            except OSError as error:
+            except (OSError, ValueError, TypeError) as error:  # a NUL or a surrogate in a path, a path of bytes
                 raise MisuseError("a journal", expected="a path that can be written", got=str(error),
                                   remedy="name a file in a folder that exists", clause="C12.4") from error
         elif not all(callable(getattr(target, name, None)) for name in ("write", "flush")):

@@ -108,7 +108,8 @@ class Sequences:
             raise MisuseError("a handle", expected="the Sequence that activate returned", got=repr(sequence),
                               remedy="pass the handle; try_activate may have answered with a Refusal", clause="C10.1")
         known = (
-            sequence.store_id == self.store_id and type(sequence.row) is int and 0 <= sequence.row < self.serials.size
+            type(sequence.store_id) is int and sequence.store_id == self.store_id
+            and type(sequence.row) is int and 0 <= sequence.row < self.serials.size
             and type(sequence.serial) is int and sequence.serial > 0
         )
         if not known or self.serials[sequence.row] != sequence.serial:

@@ -37,6 +37,7 @@ from pagedkv.errors import (
     ActivationRefused,
     CapacityError,
     ConfigError,
+    DeviceFault,
     MisuseError,
     SnapshotRefused,
 )
@@ -606,8 +607,14 @@ class Store(StoreEvidence):
     def _publish(self, slices: PoolSlices) -> None:
         if not slices:
             return
-        with self._latching():
-            self._actions.publish(slices)
+        try:
+            with self._latching():
+                self._actions.publish(slices)
+        except BaseException as error:
+            # The pages are members already, and no table shows them: nothing may be launched over these rows.
+            self.latch(DeviceFault("publication of table slices", expected="copies that can be queued",
+                                   got=repr(error), remedy="close the store", clause="C11.2"))
+            raise
         for pool, gained in slices.items():
             spaces = self._ledgers.spaces[pool]
             spaces.events.record_slices("publish", gained, spaces.table.mirror)

@@ -320,6 +320,47 @@ def test_nothing_is_copied_into_a_capture() -> None:
         assert_unchanged(before, store._ledgers)
 
 
+class Fickle(dict[str, int]):
+    """A mapping that answers otherwise than what it holds."""
+
+    def __getitem__(self, key: str) -> int:
+        return 10
+
+
+def test_a_frontier_is_read_once() -> None:
+    """C10.7: what was checked is what is used, whatever a mapping answers the next time."""
+    with opened(sanitizer=False) as store:
+        saved = retained(store, 150)
+        before = snapshot(store._ledgers)
+        with pytest.raises(pk.MisuseError, match="192"):
+            store.activate(source=saved, frontier=Fickle(main=192), prompt_tokens=1, output_tokens=0)
+
+        assert_unchanged(before, store._ledgers)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_publication_that_breaks_off_latches_the_store(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """C11.2, C12.4: a unit's pages are members by then; nothing is launched over a table that does not show them."""
+    with opened(sanitizer=False) as store:
+        sequence = store.activate(prompt_tokens=100, output_tokens=20)
+        batch = store.batch([sequence])
+
+        def fail(*_: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.device, "copy", fail)
+            with pytest.raises(error):
+                store.begin_unit(batch, 70)
+
+        assert store.evidence is not None
+        with pytest.raises(pk.StoreLatched, match="publication"):
+            store.begin_unit(batch, 1)
+        store.check = lambda: None  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("retain", [1, "no", np.True_, None])
 def test_whether_to_retain_is_a_bool(retain: Any) -> None:
     """C9.8: what only looks like one is refused: it would decide about pages."""

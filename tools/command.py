@@ -373,7 +373,7 @@ def bench() -> None:
 
 @bench.command(name="ledger")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--pages", "sizes", type=click.IntRange(min=1), multiple=True, help="Pages of a sequence; repeatable.")
+@click.option("--pages", "sizes", type=click.IntRange(1, 1 << 20), multiple=True, help="Pages; repeatable.")
 @click.option("--samples", type=click.IntRange(min=1), default=200, show_default=True, help="Calls per figure.")
 @click.option("--shredded", is_flag=True, help="Let no two free pages adjoin.")
 def bench_ledger(as_json: bool, sizes: tuple[int, ...], samples: int, shredded: bool) -> None:
