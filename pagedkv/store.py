@@ -368,6 +368,7 @@ class Store(StoreEvidence):
 
         Raises:
             UnitInFlight, EntitlementExceeded, MisuseError, StaleHandle: nothing changed.
+            Whatever breaks a publication off: the pages are members by then, so the store is latched (C12.4).
         """
         self._enter("begin_unit")
         self._require_publishing("begin_unit")
