@@ -23,7 +23,6 @@ Read next: `snapshot.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -38,6 +37,7 @@ from pagedkv.lease_growth import LeaseGrowth
 from pagedkv.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
 from pagedkv.retained_spaces import RetainedSpaces
 from pagedkv.sequence import Sequence, Sequences
+from pagedkv.undo import Undo, undo_all
 
 Reason = Literal["context", "rows", "pages", "provisional"]
 Kind = Literal["fresh", "move", "fork"]
@@ -165,7 +165,7 @@ class PreparedActivation:
         tables: per pool, page group ids of the whole membership, for row `plan.row` from block 0 on.
         tails: per pool, the descriptor that a copied tail will have.
         claimed: per pool, pages that left available.
-        undo: gives every claim back, the last first.
+        undo: gives every claim back.
         is_open: written by `Activations` alone.
     """
 
@@ -175,7 +175,7 @@ class PreparedActivation:
     tables: dict[str, Ids]
     tails: dict[str, Ids]
     claimed: dict[str, int]
-    undo: ExitStack
+    undo: Undo
     is_open: bool = True
 
 
@@ -205,7 +205,8 @@ class Activations:
             raise MisuseError("a target", expected="an ActivationTarget", got=repr(target),
                               remedy="pass ActivationTarget(prompt_tokens, output_tokens)", clause="C10.9")
         frontiers = self._frontiers(target)
-        total = frontiers["main"] + target.total_tokens
+        base = frontiers["main"]
+        total = base + target.prompt_tokens + target.output_tokens
         if total > self.config.max_context:
             return Refusal("main", pages_for_tokens(total), self.config.blocks, forever=True, reason="context")
         row = self.sequences.next_row
@@ -213,7 +214,10 @@ class Activations:
             return Refusal("rows", 1, 0, forever=False, reason="rows")
         plans = []
         for name, spaces in self.spaces.items():
-            plan = self._plan_pool(target, name, frontiers[name], self._entitlement(name, target, frontiers["main"]))
+            entitlement = self.growth.first_pages(
+                self._full_entitlement(name, total), filled_tokens=base + target.prompt_tokens
+            )
+            plan = self._plan_pool(target, name, frontiers[name], entitlement)
             available = spaces.pool.available
             # A tail is copied before anything of a moved source is released: its page must be available now.
             first_needed = 1 if plan.copied_columns else 0
@@ -237,25 +241,26 @@ class Activations:
         if target.source is not None and not target.keep_source:
             for retained in self.continuations.retained.values():
                 retained.require_releasable(target.source.number, "Move")
-        copies: list[TailCopy] = []
-        with ExitStack() as undo:
-            prepared = PreparedActivation(target, plan, (), {}, {}, {}, undo)
+        prepared = PreparedActivation(target, plan, (), {}, {}, {}, [])
+        undo = prepared.undo
+        try:
             if target.source is not None:
                 self.continuations.claim(target.source, is_move=not target.keep_source)
-                undo.callback(self.continuations.unclaim, target.source)
+                undo.append((self.continuations.unclaim, target.source))
             for part in plan.pools:
                 pool = self.spaces[part.pool].pool
                 prepared.claimed[part.pool] = claim = min(part.claimed_pages, pool.available)
                 granted = pool.try_reserve(claim)
                 assert granted, f"pool {part.pool} changed between plan and reservation"
-                undo.callback(pool.shrink, claim)
+                undo.append((pool.shrink, claim))
                 if target.source is not None:
-                    self._claim_pages(prepared, part, copies)
-            prepared.copies = tuple(copies)
+                    self._claim_pages(prepared, part)
             leased = self.sequences.lease_row()
-            undo.callback(self.sequences.return_row, leased)
+            undo.append((self.sequences.return_row, leased))
             assert leased == plan.row, f"row {leased} was leased, {plan.row} was planned"
-            prepared.undo = undo.pop_all()
+        except BaseException:
+            undo_all(undo)
+            raise
         return prepared
 
     def commit(self, prepared: PreparedActivation) -> Sequence:
@@ -270,21 +275,20 @@ class Activations:
             for retained in self.continuations.retained.values():
                 retained.require_untransferred(target.source.number, "Move")
         prepared.is_open = False
-        prepared.undo.pop_all()
+        prepared.undo.clear()
         for part in prepared.plan.pools:
             spaces = self.spaces[part.pool]
-            members, copied = _NONE, prepared.tails.get(part.pool, _NONE)
-            if target.source is not None:
-                members = self._take_members(prepared, part)
+            members = _NONE if target.source is None else self._take_members(prepared, part)
+            tail = prepared.tails.get(part.pool)
             missing = part.claimed_pages - prepared.claimed[part.pool]
             if missing:
                 granted = spaces.pool.try_reserve(missing)
                 assert granted, f"pool {part.pool} lacks pages that the moved source released"
-            if copied.size:
+            if tail is not None:
                 spaces.pool.materialize(1)
-                spaces.pages.publish_copy(copied, writer=row, active=1)
-                spaces.events.record("materialize", row, part.kept_pages, spaces.pages.device[copied])
-                members = np.concatenate((members, copied))
+                spaces.pages.publish_copy(tail, writer=row, active=1)
+                spaces.events.record("materialize", row, part.kept_pages, prepared.tables[part.pool][-1:])
+                members = np.concatenate((members, tail))
             if members.size:
                 spaces.adopt(row, members, prepared.tables[part.pool], frontier=part.frontier,
                              entitlement_pages=part.entitlement_pages)
@@ -297,16 +301,16 @@ class Activations:
             self.continuations.unclaim(target.source)
             if not target.keep_source:
                 del self.continuations.states[target.source.number]
-        base = prepared.plan.pools[0].frontier
+        total = prepared.plan.pools[0].frontier + target.total_tokens
         if self.growth.is_on:
-            self.growth.open(row, {name: self._full_entitlement(name, target, base) for name in self.spaces})
-        return self.sequences.publish(row, base + target.total_tokens)
+            self.growth.open(row, {name: self._full_entitlement(name, total) for name in self.spaces})
+        return self.sequences.publish(row, total)
 
     def abort(self, prepared: PreparedActivation) -> None:
         """Give every claim back: counters, references, pins, rows and the source are as before.  (C10.2)"""
         self._require_open(prepared, "abort")
         prepared.is_open = False
-        prepared.undo.close()
+        undo_all(prepared.undo)
 
     # ---- helpers ----------------------------------------------------------------------------------
 
@@ -315,7 +319,9 @@ class Activations:
         if target.source is None:
             return dict.fromkeys(self.spaces, 0)
         # Read once, and before the source is looked up: a caller's mapping may answer otherwise the second time.
-        given = dict(target.frontier) if isinstance(target.frontier, Mapping) else target.frontier
+        given = target.frontier
+        if given is not None and isinstance(given, Mapping):
+            given = dict(given)
         number = self.continuations.require_current(target.source)
         if self.continuations.states[number].state is None:
             raise MisuseError(f"activation from {target.source}", expected="a continuation with the caller's state",
@@ -337,15 +343,9 @@ class Activations:
                                   remedy="stay within what is committed, and no backend beyond Main", clause="C10.7")
         return dict(wanted)
 
-    def _entitlement(self, pool: str, target: ActivationTarget, base: int) -> int:
-        """Return pages that a pool reserves at activation: all, or with lease growth the first of them.  (C9.2)"""
-        full = self._full_entitlement(pool, target, base)
-        return self.growth.first_pages(full, filled_tokens=base + target.prompt_tokens)
-
-    def _full_entitlement(self, pool: str, target: ActivationTarget, base: int) -> int:
-        """Return pages of a pool: prompt and output, and the backend's provisional lead, at most L.  (C9.2, C5.6)"""
-        total = base + target.total_tokens + self._lead_tokens[pool]
-        return pages_for_tokens(min(total, self._limit_tokens))
+    def _full_entitlement(self, pool: str, total_tokens: int) -> int:
+        """Return pages of a pool: the whole budget, and the backend's provisional lead, at most L.  (C9.2, C5.6)"""
+        return pages_for_tokens(min(total_tokens + self._lead_tokens[pool], self._limit_tokens))
 
     def _plan_pool(self, target: ActivationTarget, pool: str, frontier: int, entitlement: int) -> PoolPlan:
         full, tail = frontier >> PAGE_SHIFT, frontier & PAGE_MASK
@@ -360,7 +360,7 @@ class Activations:
         return PoolPlan(pool, entitlement, frontier, kept, 0 if is_moved else tail, entitlement - kept,
                         retained.sole_pages(members[kept:]))
 
-    def _claim_pages(self, prepared: PreparedActivation, part: PoolPlan, copies: list[TailCopy]) -> None:
+    def _claim_pages(self, prepared: PreparedActivation, part: PoolPlan) -> None:
         """Name the page of a copied tail, pin its source, and list the membership's page groups."""
         spaces, source = self.spaces[part.pool], prepared.target.source
         assert source is not None, "a fresh activation claims numbers only"
@@ -370,14 +370,14 @@ class Activations:
         if part.copied_columns:
             tail_source = self._source_tail(source.number, part)
             destination = spaces.pool.bind(1, int(page_ids[-1]) if page_ids.size else -1)
-            prepared.undo.callback(spaces.pool.unbind, destination)
+            prepared.undo.append((spaces.pool.unbind, destination))
             prepared.tails[part.pool] = tail = pages.describe_copy(destination, block=part.kept_pages,
                                                                    columns=part.copied_columns)
-            prepared.undo.callback(pages.abort_copy, tail)
+            prepared.undo.append((pages.abort_copy, tail))
             pages.pin(tail_source)
-            prepared.undo.callback(pages.unpin, tail_source)
-            copies.append(TailCopy(part.pool, int(pages.device[tail_source[0]]), int(destination[0]),
-                                   part.copied_columns))
+            prepared.undo.append((pages.unpin, tail_source))
+            prepared.copies += (TailCopy(part.pool, int(pages.device[tail_source[0]]), int(destination[0]),
+                                         part.copied_columns),)
             page_ids = np.concatenate((page_ids, destination))
         prepared.tables[part.pool] = page_ids
 

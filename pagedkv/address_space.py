@@ -290,12 +290,11 @@ class AddressSpaces:
         first_gone = shared
         if shared:
             immutable = self.pages.index_of(self.members[row, :shared])
-            self.pages.deactivate(immutable)
-            page_ids = self.pages.release(immutable)
+            page_ids = self.pages.release_active(immutable)
             if page_ids.size:
                 self.pool.release(page_ids, leased=page_ids.size)
             first_gone -= page_ids.size  # spaces share prefixes only: what nobody else holds is a suffix
-        kept = mapped - self.provisional_pages(row)
+        kept = pages_for_tokens(self.frontier.item(row))
         mirror = self.table.mirror[row]
         if kept < mapped:
             self.events.record("trim", row, kept, mirror[kept:mapped])

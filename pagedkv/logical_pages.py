@@ -53,6 +53,8 @@ NO_WRITER = -1
 _FREE = np.array([[0], [0], [0], [0], [0], [NO_WRITER], [-1], [-1]], np.int32)
 """(8, 1): what the int32 columns, in the order drawn above, hold of a free descriptor; its pins have gone before."""
 
+_NOWHERE = slice(0, 0)
+_NO_IDS: Ids = np.zeros(0, np.int32)
 _ONE = np.ones((), np.int32)  # an operand of the columns' own type: 0.4 us less than a Python 1
 
 
@@ -167,7 +169,7 @@ class LogicalPages:
         self.references[at] = held + _ONE
 
     def share_active(self, logical: Pages) -> None:
-        """Add an active reference: `share` and `activate` in one, for a fork.  (C7.5, C10.5)
+        """Add an active reference: `share` and `activate` in one, for a Fork.  (C7.5, C10.5)
 
         Raises:
             MisuseError: a page that has a writer, is not full, nobody holds, or has no Device replica.
@@ -175,7 +177,7 @@ class LogicalPages:
         at = self.free_runs.index_of(logical)
         self._require_least("sharing", at, self.device[at], 0, "a page with a Device replica", "C7.7")
         self.share(at)
-        self.active[at] = self.active[at] + _ONE
+        self.active[at] += _ONE
 
     def activate(self, logical: Pages) -> None:
         """Turn one reference of each page into an active one.  (C7.7)
@@ -214,12 +216,25 @@ class LogicalPages:
         """
         at = self.free_runs.index_of(logical)
         self.require_releasable(at)
-        self.references[at] = left = self.references[at] - _ONE
-        gone = self._where_zero(at, left)
-        page_ids = self.page_ids(gone)
-        if page_ids.size:
-            self.recycle(gone)
-        return page_ids
+        return self._drop_reference(at)
+
+    def release_active(self, logical: Pages) -> Ids:
+        """Drop one active reference of each page: `deactivate` and `release` in one, for a finish.  (C9.8)
+
+        Returns:
+            The page group ids of the Device replicas that went with them, in the order given.
+
+        Raises:
+            MisuseError: no reference is active, the page has a writer, or the last reference of a pinned page would go.
+        """
+        what = "giving up an active reference"
+        at = self.free_runs.index_of(logical)
+        active = self.active[at]
+        self._require_least(what, at, active, 1, "a page with an active reference", "C9.8")
+        self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C9.8")
+        self.require_unpinned(what, at)
+        self.active[at] = active - _ONE
+        return self._drop_reference(at)
 
     def require_private(self, logical: Pages, what: str) -> None:
         """Refuse pages that another space references.  (C9.6, C9.10)"""
@@ -365,6 +380,15 @@ class LogicalPages:
         self.renew(at)
         return logical, at
 
+    def _drop_reference(self, at: Index) -> Ids:
+        self.references[at] = left = self.references[at] - _ONE
+        gone = self._where_zero(at, left)
+        if gone is _NOWHERE:
+            return _NO_IDS
+        page_ids = self.page_ids(gone)
+        self.recycle(gone)
+        return page_ids
+
     def _unpin(self, at: Index) -> None:
         self.pins[at] -= _ONE
         self.pins_total -= count_of(at)
@@ -377,7 +401,7 @@ class LogicalPages:
     def _where_zero(self, at: Index, values: Columns) -> Index:
         """Return the descriptors whose value is 0, in order; no value is negative, and all or none is usual."""
         if not values.size or lowest(values):
-            return slice(0, 0)
+            return _NOWHERE
         return self._where(at, values == 0) if highest(values) else at
 
     def _where(self, at: Index, mask: Mask) -> Index:

@@ -13,7 +13,6 @@ Read next: `ledgers.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +24,7 @@ from pagedkv.errors import MisuseError
 from pagedkv.free_runs import Ids
 from pagedkv.quantities import PAGE_MASK, PAGE_SHIFT
 from pagedkv.sequence import Sequence
+from pagedkv.undo import Undo, undo_all
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class PreparedSnapshot:
         copies: to be executed before the commit.
         frontiers: per pool, the committed frontier that is checkpointed.
         tails: per pool, the descriptor that the checkpoint's copied tail will have.
-        undo: gives every claim back, the last first.
+        undo: gives every claim back.
         is_open: written by `Snapshots` alone.
     """
 
@@ -45,7 +45,7 @@ class PreparedSnapshot:
     copies: tuple[TailCopy, ...]
     frontiers: dict[str, int]
     tails: dict[str, Ids]
-    undo: ExitStack
+    undo: Undo
     is_open: bool = True
 
 
@@ -76,9 +76,9 @@ class Snapshots:
         refusal = self.explain(sequence)
         if refusal is not None:
             return refusal
-        copies: list[TailCopy] = []
-        with ExitStack() as undo:
-            prepared = PreparedSnapshot(sequence, state, (), {}, {}, undo)
+        prepared = PreparedSnapshot(sequence, state, (), {}, {}, [])
+        undo = prepared.undo
+        try:
             for name, spaces in self.spaces.items():
                 prepared.frontiers[name] = frontier = int(spaces.frontier[sequence.row])
                 block, columns = frontier >> PAGE_SHIFT, frontier & PAGE_MASK
@@ -86,17 +86,19 @@ class Snapshots:
                     continue
                 granted = spaces.pool.try_reserve(1)
                 assert granted, f"pool {name} changed between check and grant"
-                undo.callback(spaces.pool.shrink, 1)
+                undo.append((spaces.pool.shrink, 1))
                 destination = spaces.pool.bind(1)
-                undo.callback(spaces.pool.unbind, destination)
+                undo.append((spaces.pool.unbind, destination))
                 prepared.tails[name] = tail = spaces.pages.describe_copy(destination, block=block, columns=columns)
-                undo.callback(spaces.pages.abort_copy, tail)
+                undo.append((spaces.pages.abort_copy, tail))
                 source = self._source_tail(spaces, sequence.row)
                 spaces.pages.pin(source)
-                undo.callback(spaces.pages.unpin, source)
-                copies.append(TailCopy(name, int(spaces.pages.device[source[0]]), int(destination[0]), columns))
-            prepared.copies = tuple(copies)
-            prepared.undo = undo.pop_all()
+                undo.append((spaces.pages.unpin, source))
+                source_page = int(spaces.pages.device[source[0]])
+                prepared.copies += (TailCopy(name, source_page, int(destination[0]), columns),)
+        except BaseException:
+            undo_all(undo)
+            raise
         return prepared
 
     def commit(self, prepared: PreparedSnapshot) -> Continuation:
@@ -113,7 +115,7 @@ class Snapshots:
                                   expected=f"frontier {prepared.frontiers[name]} in pool {name}, as it was prepared",
                                   got=int(spaces.frontier[row]), remedy="abort it and take another", clause="C10.6")
         prepared.is_open = False
-        prepared.undo.pop_all()
+        prepared.undo.clear()
         kept: dict[str, tuple[Ids, int]] = {}
         for name, spaces in self.spaces.items():
             members = spaces.freeze(row)
@@ -132,7 +134,7 @@ class Snapshots:
         """Give the claims back; the sequence is as it was."""
         self.require_open(prepared, "abort")
         prepared.is_open = False
-        prepared.undo.close()
+        undo_all(prepared.undo)
 
     def require_open(self, prepared: PreparedSnapshot, operation: str) -> None:
         """Refuse a snapshot that was committed or aborted.  (C10.6)"""

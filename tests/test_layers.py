@@ -25,7 +25,7 @@ LAYER_OF = {
         ("errors", "quantities", "config", "profiles", "codecs", "planes", "attention_shape", "layout", "planner",
          "clauses"), "values"
     ),
-    **dict.fromkeys(("packed_planes", "page_runs", "caught", "config_json"), "values"),
+    **dict.fromkeys(("packed_planes", "page_runs", "caught", "config_json", "undo"), "values"),
     **dict.fromkeys(
         ("free_runs", "pool", "host_arena", "logical_pages", "address_space", "retained_spaces", "block_tables",
          "events"),

@@ -198,23 +198,23 @@ IN_ACTIVATIONS = (
     ),
     Planted(
         "a budget forgets what came from the source", Activations, "commit",
-        "publish(row, base + target", "publish(row, target",
+        "prepared.plan.pools[0].frontier + target.total_tokens", "target.total_tokens",
     ),
     Planted(
         "an aborted activation keeps its row", Activations, "prepare",
-        "undo.callback(self.sequences.return_row, leased)", "pass",
+        "undo.append((self.sequences.return_row, leased))", "pass",
     ),
     Planted(
         "an aborted activation keeps its source pinned", Activations, "_claim_pages",
-        "prepared.undo.callback(pages.unpin, tail_source)", "pass",
+        "prepared.undo.append((pages.unpin, tail_source))", "pass",
     ),
     Planted(
         "an aborted activation keeps its claim", Activations, "prepare",
-        "undo.callback(pool.shrink, claim)", "pass",
+        "undo.append((pool.shrink, claim))", "pass",
     ),
     Planted(
         "an aborted activation claims its source for good", Activations, "prepare",
-        "undo.callback(self.continuations.unclaim, target.source)", "pass",
+        "undo.append((self.continuations.unclaim, target.source))", "pass",
     ),
     Planted("a fork adds no reference", Activations, "_take_members", "pages.share_active(", "(lambda pages: None)("),
     Planted(
@@ -237,7 +237,7 @@ IN_ACTIVATIONS = (
     ),
     Planted(
         "the last column of a tail is not copied", Activations, "_claim_pages",
-        "part.copied_columns))", "part.copied_columns - 1))",
+        "part.copied_columns),)", "part.copied_columns - 1),)",
     ),
     Planted(
         "a tail is copied over itself", Activations, "_claim_pages",
@@ -249,13 +249,13 @@ IN_SNAPSHOTS = (
     Planted("a snapshot adds no reference", Snapshots, "commit", "spaces.pages.share(members)", "pass"),
     Planted(
         "a snapshot copies one column less", Snapshots, "prepare",
-        "int(destination[0]), columns))", "int(destination[0]), columns - 1))",
+        "int(destination[0]), columns),)", "int(destination[0]), columns - 1),)",
     ),
     Planted("a snapshot takes provisional pages", Snapshots, "explain", "if provisional:", "if False:"),
     Planted("a snapshot needs no free page", Snapshots, "explain", "needed > spaces.pool.available", "False"),
     Planted(
         "an aborted snapshot keeps its page", Snapshots, "prepare",
-        "undo.callback(spaces.pool.unbind, destination)", "pass",
+        "undo.append((spaces.pool.unbind, destination))", "pass",
     ),
     Planted(
         "a backend's lead is retained", StoreLedgers, "_require_resumable",
@@ -298,7 +298,9 @@ IN_RETAINED = (
 )  # fmt: skip
 
 IN_SHARED_PAGES = (
-    Planted("the first of many to let go frees a page", LogicalPages, "release", "self._where_zero(at, left)", "at"),
+    Planted(
+        "the first of many to let go frees a page", LogicalPages, "_drop_reference", "self._where_zero(at, left)", "at",
+    ),
     Planted("withdrawn columns keep their epoch", LogicalPages, "withdraw", "self.renew_content(changed)", "pass"),
     Planted("a frozen page has nothing committed", LogicalPages, "freeze", "self.committed[at] = committed", "pass"),
     Planted(

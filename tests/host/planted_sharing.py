@@ -45,7 +45,7 @@ IN_PREPARATION = (
     ),
     Planted(
         "a copied tail is one column short", Activations, "_claim_pages",
-        "part.copied_columns))", "part.copied_columns - 1))",
+        "part.copied_columns),)", "part.copied_columns - 1),)",
     ),
     Planted(
         "a tail is copied from the first page", Activations, "_source_tail",
@@ -65,13 +65,13 @@ IN_PREPARATION = (
     ),
     Planted(
         "the source's tail is not pinned", Activations, "_claim_pages",
-        "prepared.undo.callback(pages.unpin, tail_source)", "pages.unpin(tail_source)",
+        "prepared.undo.append((pages.unpin, tail_source))", "pages.unpin(tail_source)",
     ),
     Planted(
-        "an abort keeps the row", Activations, "prepare", "undo.callback(self.sequences.return_row, leased)", "pass",
+        "an abort keeps the row", Activations, "prepare", "undo.append((self.sequences.return_row, leased))", "pass",
     ),
-    Planted("an abort keeps what was reserved", Activations, "prepare", "undo.callback(pool.shrink, claim)", "pass"),
-    Planted("an abort gives nothing back", Activations, "abort", "prepared.undo.close()", "prepared.undo.pop_all()"),
+    Planted("an abort keeps what was reserved", Activations, "prepare", "undo.append((pool.shrink, claim))", "pass"),
+    Planted("an abort gives nothing back", Activations, "abort", "undo_all(prepared.undo)", "prepared.undo.clear()"),
     Planted("an activation may end twice", Activations, "_require_open", "or not prepared.is_open", ""),
     Planted(
         "a backend may lead Main where a sequence goes on", Activations, "_frontiers",
@@ -91,7 +91,7 @@ IN_COMMIT = (
     ),
     Planted(
         "a copied tail has no writer", Activations, "commit",
-        "publish_copy(copied, writer=row, active=1)", "publish_copy(copied, writer=-1, active=1)",
+        "publish_copy(tail, writer=row, active=1)", "publish_copy(tail, writer=-1, active=1)",
     ),
     Planted("a copied tail is not leased", Activations, "commit", "spaces.pool.materialize(1)", "pass"),
     Planted(
@@ -109,7 +109,7 @@ IN_COMMIT = (
     ),
     Planted(
         "the budget forgets what came from the source", Activations, "commit",
-        "base + target.total_tokens)", "target.total_tokens)",
+        "prepared.plan.pools[0].frontier + target.total_tokens", "target.total_tokens",
     ),
 )  # fmt: skip
 
@@ -198,9 +198,9 @@ IN_SNAPSHOTS = (
     Planted("a snapshot's tail is not leased", Snapshots, "commit", "spaces.pool.materialize(1)", "pass"),
     Planted("a snapshot counts no reference", Snapshots, "commit", "spaces.pages.share(members)", "pass"),
     Planted("a snapshot leaves its source pinned", Snapshots, "commit", "spaces.pages.unpin(", "len("),
-    Planted("an abort of a snapshot gives nothing back", Snapshots, "abort", "prepared.undo.close()", "pass"),
+    Planted("an abort of a snapshot gives nothing back", Snapshots, "abort", "undo_all(prepared.undo)", "pass"),
     Planted(
-        "a snapshot's claim in the second pool stays", Snapshots, "prepare", "undo.callback(spaces.pool.shrink, 1)",
+        "a snapshot's claim in the second pool stays", Snapshots, "prepare", "undo.append((spaces.pool.shrink, 1))",
         "pass",
     ),
     Planted("a lead is checkpointed", StoreLedgers, "_require_resumable", "> main", "> 1 << 40"),

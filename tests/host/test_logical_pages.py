@@ -131,10 +131,18 @@ EFFECTS: list[tuple[str, Callable[[LogicalPages], object], dict[str, dict[int, i
      {"references": {KEPT: 2, SHARED: 3, HALF: 3, RUNNING: 2}}),
     ("share what is pinned or protected", lambda p: p.share(ids(PINNED, GUARDED)),
      {"references": {PINNED: 2, GUARDED: 2}}),
+    ("share actively", lambda p: p.share_active(ids(KEPT, SHARED, HALF, RUNNING, HELD)),
+     {"references": {KEPT: 2, SHARED: 3, HALF: 3, RUNNING: 2, HELD: 3},
+      "active": {KEPT: 1, SHARED: 1, HALF: 2, RUNNING: 2, HELD: 1}}),
     ("activate", lambda p: p.activate(ids(KEPT, SHARED, HALF)), {"active": {KEPT: 1, SHARED: 1, HALF: 2}}),
     ("deactivate", lambda p: p.deactivate(ids(RUNNING, HALF)), {"active": {RUNNING: 0, HALF: 0}}),
     ("release the last reference", lambda p: p.release(ids(KEPT)),
      {"references": {KEPT: 0}, "committed": {KEPT: 0}, "device": {KEPT: -1}, "block": {KEPT: -1}, "serial": {KEPT: 0}}),
+    ("release the last active reference", lambda p: p.release_active(ids(RUNNING)),
+     {"references": {RUNNING: 0}, "active": {RUNNING: 0}, "committed": {RUNNING: 0}, "device": {RUNNING: -1},
+      "block": {RUNNING: -1}, "serial": {RUNNING: 0}}),
+    ("release the active one of two references", lambda p: p.release_active(ids(HALF)),
+     {"references": {HALF: 1}, "active": {HALF: 0}}),
     ("release one of two", lambda p: p.release(ids(SHARED, HALF)), {"references": {SHARED: 1, HALF: 1}}),
     ("release the last reference of one among others", lambda p: p.release(ids(SHARED, KEPT, HELD)),
      {"references": {SHARED: 1, KEPT: 0, HELD: 1}, "committed": {KEPT: 0}, "device": {KEPT: -1}, "block": {KEPT: -1},
@@ -211,11 +219,16 @@ REFUSED: list[tuple[str, Callable[[LogicalPages], object], str]] = [
     ("sharing a page that is not full", lambda p: p.share(ids(KEPT, TAIL)), "C16.8"),
     ("sharing a page that nobody holds", lambda p: p.share(ids(KEPT, FILLING)), "C7.5"),
     ("sharing a free page", lambda p: p.share(ids(KEPT, CAPACITY - 1)), "C7.5"),
+    ("sharing a page with a writer actively", lambda p: p.share_active(ids(KEPT, OWN)), "C7.5"),
+    ("sharing a page that is not full actively", lambda p: p.share_active(ids(KEPT, TAIL)), "C16.8"),
+    ("sharing a free page actively", lambda p: p.share_active(ids(KEPT, CAPACITY - 1)), "C7.7"),
     ("one active reference too many", lambda p: p.activate(ids(KEPT, RUNNING)), "C7"),
     ("an active reference of a free page", lambda p: p.activate(ids(KEPT, CAPACITY - 1)), "C7"),
     ("deactivating what is inactive", lambda p: p.deactivate(ids(RUNNING, KEPT)), "C9.8"),
     ("deactivating what has a writer", lambda p: p.deactivate(ids(RUNNING, OWN)), "C9.8"),
     ("releasing the active reference", lambda p: p.release(ids(KEPT, RUNNING)), "C9.8"),
+    ("releasing an active reference of what is inactive", lambda p: p.release_active(ids(RUNNING, KEPT)), "C9.8"),
+    ("releasing an active reference of what has a writer", lambda p: p.release_active(ids(RUNNING, OWN)), "C9.8"),
     ("releasing a free page", lambda p: p.release(ids(KEPT, CAPACITY - 1)), "C9.8"),
     ("releasing what a copy fills", lambda p: p.release(ids(KEPT, FILLING)), "C9.8"),
     ("releasing the last reference of a pinned page", lambda p: p.release(ids(KEPT, PINNED)), "C7.4"),
@@ -266,6 +279,7 @@ def test_a_broken_precondition_is_refused_and_changes_no_page(
 REPLICA: list[tuple[str, Callable[[LogicalPages, Ids], object], int, str]] = [
     ("a writer", lambda p, page: p.thaw(page, 2), KEPT, "C7.5"),
     ("an active reference", lambda p, page: p.activate(page), KEPT, "C7.7"),
+    ("another active reference", lambda p, page: p.share_active(page), KEPT, "C7.7"),
     ("a pin", lambda p, page: p.pin(page), KEPT, "C7.4"),
 ]
 
@@ -289,6 +303,17 @@ def test_a_refusal_names_the_page_and_its_state() -> None:
     with refused(MisuseError, "C16.8", pages, match=f"logical page {TAIL} was refused.*committed 10") as caught:
         pages.share(ids(KEPT, TAIL, PARTLY))
     assert caught.value.logical == TAIL
+
+
+def test_the_last_reference_of_a_pinned_page_stays_though_it_is_active() -> None:
+    """Of a page that another space holds, the active reference may go.  (C7.4)"""
+    pages = pages_in_use()
+    pages.pin(ids(HALF, RUNNING))
+
+    with refused(MisuseError, "C7.4", pages):
+        pages.release_active(ids(HALF, RUNNING))
+
+    assert pages.release_active(ids(HALF)).size == 0
 
 
 def test_release_returns_the_page_groups_that_went_in_the_order_given() -> None:
