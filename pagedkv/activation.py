@@ -199,12 +199,16 @@ class Activations:
 
         Raises:
             StaleHandle: the source was released or moved.
-            MisuseError: no ActivationTarget, a source without complete state (C2.2), or a frontier it does not hold.
+            MisuseError: no ActivationTarget, a source without complete state (C2.2), a frontier it does not hold, a
+                Move beside another activation from the same source (C10.4), or of pages that a copy uses (C7.4).
         """
         if not isinstance(target, ActivationTarget):
             raise MisuseError("a target", expected="an ActivationTarget", got=repr(target),
                               remedy="pass ActivationTarget(prompt_tokens, output_tokens)", clause="C10.9")
         frontiers = self._frontiers(target)
+        if target.source is not None and not target.keep_source:
+            for retained in self.continuations.retained.values():
+                retained.require_releasable(target.source.number, "Move")
         base = frontiers["main"]
         total = base + target.prompt_tokens + target.output_tokens
         if total > self.config.max_context:
@@ -232,15 +236,11 @@ class Activations:
         """Claim what the target takes in every pool, or change nothing.  (C10.2, C10.3)
 
         Raises:
-            As `explain`; MisuseError too when another activation from a source that is to be moved is prepared, or a
-            transfer uses one of its pages.  Whatever is raised: no claim is left.
+            As `explain`.  Whatever is raised: no claim is left.
         """
         plan = self.explain(target)
         if isinstance(plan, Refusal):
             return plan
-        if target.source is not None and not target.keep_source:
-            for retained in self.continuations.retained.values():
-                retained.require_releasable(target.source.number, "Move")
         prepared = PreparedActivation(target, plan, (), {}, {}, {}, [])
         undo = prepared.undo
         try:
@@ -322,7 +322,7 @@ class Activations:
         given = target.frontier
         if given is not None and isinstance(given, Mapping):
             given = dict(given)
-        number = self.continuations.require_current(target.source)
+        number = self.continuations.require_claimable(target.source, is_move=not target.keep_source)
         if self.continuations.states[number].state is None:
             raise MisuseError(f"activation from {target.source}", expected="a continuation with the caller's state",
                               got="one without: KV presence alone is never a hit",

@@ -46,7 +46,7 @@ WINDOW_PAGES = 64
 _ZERO = np.zeros((), np.int32)
 
 HOLD = np.int32(1 << 30)
-"""Neutral `provisional` value of `trim`: beyond every limit, so nothing of that row is trimmed."""
+"""Neutral `keep` value of `trim`: beyond every limit, so nothing of that row is trimmed."""
 
 
 class AddressSpaces:
@@ -226,8 +226,8 @@ class AddressSpaces:
         self.require_commit(columns)
         self.frontier += columns
 
-    def trim(self, provisional: Tokens) -> int:
-        """Keep ceil(max(committed, provisional[r]) / P) pages of every row r; `HOLD` keeps all.  (C9.6)
+    def trim(self, keep: Tokens) -> int:
+        """Keep ceil(max(committed, keep[r]) / P) pages of every row r; `HOLD` keeps all.  (C9.6)
 
         Trailing pages return to the reservation of the same space: available does not change.
 
@@ -237,7 +237,7 @@ class AddressSpaces:
         Raises:
             MisuseError: another space references a trailing page, or a copy uses one; nothing changed.
         """
-        keep_ends = (np.maximum(self.frontier, provisional) + PAGE_MASK) & ~PAGE_MASK
+        keep_ends = (np.maximum(self.frontier, keep) + PAGE_MASK) & ~PAGE_MASK
         rows = np.flatnonzero(self.mapped_end > keep_ends)
         if not rows.size:
             return 0
@@ -275,9 +275,9 @@ class AddressSpaces:
         if tokens < committed and tokens & PAGE_MASK:
             self.pages.renew_content(self.members[row, first_cut : first_cut + 1])
         self.frontier[row] = tokens
-        provisional = np.full_like(self.frontier, HOLD)
-        provisional[row] = 0
-        self.trim(provisional)
+        keep = np.full_like(self.frontier, HOLD)
+        keep[row] = 0
+        self.trim(keep)
 
     def close(self, row: int) -> None:
         """Give up membership and reservation; a page returns to available with its last reference.  (C9.8)"""

@@ -111,18 +111,23 @@ class Continuations:
                               remedy="recompute the prefix, or keep the source with keep_source=True", clause="C9.8")
         return continuation.number
 
-    def claim(self, continuation: Continuation, *, is_move: bool) -> None:
-        """Count an activation that is being prepared from a continuation; a Move is the only one.  (C10.2, C10.4)
+    def require_claimable(self, continuation: Continuation, *, is_move: bool) -> int:
+        """Return the number of a continuation that an activation may be prepared from.  (C10.2, C10.4)
 
         Raises:
+            StaleHandle: it was released or moved.
             MisuseError: a Move beside another activation, or any beside a Move.
         """
         number = self.require_idle(continuation, "Move") if is_move else self.require_current(continuation)
-        state = self.states[number]
-        if state.is_moving:
+        if self.states[number].is_moving:
             raise MisuseError(f"an activation from {continuation}", expected="a source that stays",
                               got="one that a prepared activation moves", remedy="commit or abort that one first",
                               clause="C10.4")
+        return number
+
+    def claim(self, continuation: Continuation, *, is_move: bool) -> None:
+        """Count an activation that is being prepared from a continuation that is claimable; a Move is the only one."""
+        state = self.states[continuation.number]
         state.claims += 1
         state.is_moving = is_move
 

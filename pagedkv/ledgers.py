@@ -123,7 +123,7 @@ class StoreLedgers:
             if state is not None:
                 raise MisuseError("a state without retain=True", expected="None", got=repr(state),
                                   remedy="pass retain=True to keep the continuation", clause="C9.8")
-            self._release(sequence)
+            self._end_sequence(sequence)
             return None
         self._require_resumable(sequence, "retaining")
         keep = np.full(self.config.max_concurrency, HOLD, np.int32)
@@ -149,7 +149,7 @@ class StoreLedgers:
         if self.guard.rows_in_flight >> sequence.row & 1:
             self._aborting[sequence.row] = sequence
             return False
-        self._release(sequence)
+        self._end_sequence(sequence)
         return True
 
     # ---- continuations ----------------------------------------------------------------------------
@@ -302,13 +302,13 @@ class StoreLedgers:
                 self.spaces[pool].require_commit(span)
         for pool, span in spans.items():
             self.spaces[pool].commit(span)
-        self._end(unit)
+        self._end_unit(unit)
 
     def fail_unit(self, unit: SubmittedUnit) -> None:
         """End a unit without a commit: what it wrote stays invisible.  (C9.5)"""
         self.guard.require_open(unit, "fail")
         self._require_endable(unit, "fail")
-        self._end(unit)
+        self._end_unit(unit)
 
     # ---- between units ----------------------------------------------------------------------------
 
@@ -363,14 +363,14 @@ class StoreLedgers:
 
     # ---- helpers ----------------------------------------------------------------------------------
 
-    def _end(self, unit: SubmittedUnit) -> None:
+    def _end_unit(self, unit: SubmittedUnit) -> None:
         self.guard.end(unit)
         for row in unit.rows.tolist() if self._aborting else ():
             sequence = self._aborting.pop(row, None)
             if sequence is not None:
-                self._release(sequence)
+                self._end_sequence(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _end_sequence(self, sequence: Sequence) -> None:
         """Close the sequence's spaces and return its row.  (C9.8)"""
         for spaces in self.spaces.values():
             spaces.close(sequence.row)

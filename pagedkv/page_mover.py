@@ -8,9 +8,9 @@ Both fences belong to the primitive: `submit` puts the copies after everything t
 `order_before` puts what it is given next after the copies.  One lane takes device to host, the other everything
 that writes the device, so the two directions overlap.
 
-Two routes with the same bytes.  *copies*: one copy per run and plane (and head, if head-major).  *packed*: a
+Two methods with the same bytes.  *copies*: one copy per run and plane (and head, if head-major).  *packed*: a
 kernel gathers or scatters scattered pages through a packed staging buffer of the lane, so that many runs become
-one copy per plane.  The route with fewer operations is taken; ids reach the kernel through a pinned slot.
+one copy per plane.  The method with fewer operations is taken; ids reach the kernel through a pinned slot.
 
 A lane has a fixed number of slots: when all are in use, `submit` says so (None) and nothing was queued: that is
 the whole back-pressure (S57).  A slot is taken again only after the copies that read it have run.
@@ -37,7 +37,7 @@ from pagedkv.planes import PlaneGeometry
 from pagedkv.quantities import ceil_div
 
 Planes = Sequence[tuple[Array, PlaneGeometry]]
-Route = Literal["copies", "packed"]
+Method = Literal["copies", "packed"]
 
 SLOTS_PER_LANE = 4
 STAGING_PAGES = 32
@@ -96,11 +96,11 @@ class PageMover:
 
     Args:
         device: where everything lies.
-        ops: for the packed route.
+        ops: for the packed method.
         users: the stream of everybody else who reads or writes the planes.
         planes: per pool, every plane with its geometry, in ordinal order (C4.2).
         slots: transfers in flight per lane.
-        staging_pages: pages that one chunk of the packed route holds.
+        staging_pages: pages that one chunk of the packed method holds.
         fails: called with the number of each copy or launch, from 0 on; True makes that one fail.  For tests (S53).
     """
 
@@ -129,7 +129,7 @@ class PageMover:
 
     def submit(
         self, direction: Literal["d2h", "h2d", "d2d"], pool: str, runs: Sequence[PageRun], *,
-        host: npt.NDArray[np.uint8] | None = None, host_pages: int = 0, route: Route | None = None,
+        host: npt.NDArray[np.uint8] | None = None, host_pages: int = 0, method: Method | None = None,
     ) -> Ticket | None:
         """Queue the copies of one transfer after everything the users' stream holds now.
 
@@ -141,13 +141,13 @@ class PageMover:
             runs: page ids on the device side, pages of the extent on the host side.
             host: (bytes,) uint8, pinned, laid out as PackedPlanes of `host_pages` pages; None for "d2d".
             host_pages: pages of the whole extent.
-            route: None takes the one with fewer operations; "packed" serves only one range of host pages.
+            method: None takes the one with fewer operations; "packed" serves only one range of host pages.
 
         Returns:
             What to wait for, or None: every slot of the lane is in use; nothing was queued.
 
         Raises:
-            MisuseError: a host array of another size, or a route that cannot serve the runs.
+            MisuseError: a host array of another size, or a method that cannot serve the runs.
             TransferFailed: a copy could not be queued; `ticket` stands behind those that were (S53).
         """
         self.require_extent(pool, direction, host, host_pages)
@@ -156,7 +156,7 @@ class PageMover:
         if slot is None:
             self.counters.refused += 1
             return None
-        chosen = self._route(direction, pool, runs, route)
+        chosen = self._method(direction, pool, runs, method)
         before, ticket = lane.before, Ticket(self._device.event())
         self._users.record(before)
         lane.stream.wait(before)
@@ -278,17 +278,17 @@ class PageMover:
             raise TransferFailed(f"copy {number} of a transfer", expected="a copy that can be queued", got="a failure",
                                  remedy="abort the transfer; its source is as it was", clause="C7.4", ticket=None)
 
-    # ---- routes -----------------------------------------------------------------------------------
+    # ---- methods -----------------------------------------------------------------------------------
 
-    def _route(self, direction: str, pool: str, runs: Sequence[PageRun], wanted: Route | None) -> Route:
+    def _method(self, direction: str, pool: str, runs: Sequence[PageRun], wanted: Method | None) -> Method:
         host_starts = [run.destination if direction == "d2h" else run.source for run in runs]
         can_pack = direction != "d2d" and all(
             start + run.count == following
             for start, run, following in zip(host_starts, runs, host_starts[1:], strict=False)
         )
         if wanted == "packed" and not can_pack:
-            raise MisuseError(f"the packed route of a {direction} transfer", expected="one range of host pages",
-                              got=f"pages from {host_starts} on", remedy="leave the route open", clause="C8.3")
+            raise MisuseError(f"the packed method of a {direction} transfer", expected="one range of host pages",
+                              got=f"pages from {host_starts} on", remedy="leave the method open", clause="C8.3")
         if wanted is not None or not can_pack:
             return wanted or "copies"
         pages = sum(run.count for run in runs)

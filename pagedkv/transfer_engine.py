@@ -28,7 +28,7 @@ from pagedkv.devices.protocol import Stream
 from pagedkv.errors import MisuseError, TransferFailed
 from pagedkv.free_runs import Ids
 from pagedkv.page_fingerprints import Fingerprints, PageFingerprints
-from pagedkv.page_mover import PageMover, Route, Ticket
+from pagedkv.page_mover import Method, PageMover, Ticket
 from pagedkv.pool import PagePool
 from pagedkv.quantities import PAGE_TOKENS
 from pagedkv.transfers import Contents, Direction, Transfer, Transfers
@@ -72,7 +72,7 @@ class TransferEngine:
         return self.ledger.plan(direction, pool, sources, destinations, host_pages=host_pages, contents=contents)
 
     def submit(
-        self, transfer: Transfer, host: Host | None = None, *, route: Route | None = None,
+        self, transfer: Transfer, host: Host | None = None, *, method: Method | None = None,
         columns: npt.NDArray[np.int32] | None = None,
     ) -> bool:
         """Queue the copies behind everything the users' stream holds now; False: no slot is free, nothing changed.
@@ -80,7 +80,7 @@ class TransferEngine:
         Args:
             transfer: planned.
             host: the whole pinned extent, for "d2h" and "h2d"; it stays the transfer's until that has run.
-            route: None takes the one with fewer operations.
+            method: None takes the one with fewer operations.
             columns: (n,) committed columns of each page, 0 to 64, for the fingerprints; None counts whole pages.
 
         Raises:
@@ -94,7 +94,7 @@ class TransferEngine:
         try:
             ticket = self.mover.submit(
                 transfer.direction, transfer.pool.name, transfer.runs, host=host, host_pages=transfer.host_pages,
-                route=route,
+                method=method,
             )
         except TransferFailed as failed:
             self._take(transfer, failed.fields["ticket"], host)

@@ -349,7 +349,7 @@ def test_an_interrupted_commit_is_taken_back(monkeypatch: pytest.MonkeyPatch) ->
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(store._ledgers, "_end", interrupt)
+            patch.setattr(store._ledgers, "_end_unit", interrupt)
             patch.setattr(store._ledgers, "fail_unit", store._ledgers.guard.end)
             with pytest.raises(KeyboardInterrupt):
                 loop.step([sequence])

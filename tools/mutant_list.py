@@ -44,8 +44,8 @@ INVARIANCE = "tests/kernels/test_attention_invariance.py"
 MUTANTS: tuple[Mutant, ...] = (
     # ---- granularity and planes
     Mutant("C2.1", "a trim rounds the frontier's page away", "pagedkv/address_space.py",
-           "keep_ends = (np.maximum(self.frontier, provisional) + PAGE_MASK) & ~PAGE_MASK",
-           "keep_ends = np.maximum(self.frontier, provisional) & ~PAGE_MASK", (HOST + "test_address_space.py", TOUR)),
+           "keep_ends = (np.maximum(self.frontier, keep) + PAGE_MASK) & ~PAGE_MASK",
+           "keep_ends = np.maximum(self.frontier, keep) & ~PAGE_MASK", (HOST + "test_address_space.py", TOUR)),
     Mutant("C2.3", "pages of 64 tokens are counted as 65 would be", "pagedkv/quantities.py",
            "return (tokens + PAGE_MASK) >> PAGE_SHIFT", "return (tokens >> PAGE_SHIFT) + 1",
            (HOST + "test_quantities.py",)),
@@ -238,9 +238,9 @@ MUTANTS: tuple[Mutant, ...] = (
            "for spaces in list(self.spaces.values())[:1]:\n            spaces.close(sequence.row)",
            (HOST + "test_sequence.py",)),
     Mutant("C9.9", "a commit moves every pool", "pagedkv/ledgers.py",
-           "            self.spaces[pool].commit(span)\n        self._end(unit)",
+           "            self.spaces[pool].commit(span)\n        self._end_unit(unit)",
            "            for spaces in self.spaces.values():\n                spaces.commit(span)\n"
-           "        self._end(unit)",
+           "        self._end_unit(unit)",
            (HOST + "test_unit_guard.py", HOST + "test_address_space.py")),
     Mutant("C9.10", "truncate may raise a frontier", "pagedkv/address_space.py",
            "if not 0 <= tokens <= committed:", "if not 0 <= tokens:", (HOST + "test_address_space.py",)),
@@ -266,9 +266,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C10.1", "a stale handle is accepted", "pagedkv/sequence.py",
            "self.serials[sequence.row] != sequence.serial", "False", (HOST + "test_sequence.py",)),
     Mutant("C10.2", "a refused activation keeps its row", "pagedkv/activation.py",
-           "        if isinstance(plan, Refusal):\n            return plan\n        if target.source",
+           "        if isinstance(plan, Refusal):\n            return plan\n        prepared",
            "        if isinstance(plan, Refusal):\n            self.sequences._free_rows[-1:] = []\n"
-           "            return plan\n        if target.source", (HOST + "test_sequence.py",)),
+           "            return plan\n        prepared", (HOST + "test_sequence.py",)),
     Mutant("C10.3", "a membership is told as published before its tail is a member", "pagedkv/activation.py",
            "        for part in prepared.plan.pools:\n            spaces = self.spaces[part.pool]\n"
            "            members = _NONE",
@@ -290,7 +290,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C10.4", "a moved tail has no writer", "pagedkv/activation.py",
            "            pages.thaw(kept[-1:], prepared.plan.row)\n", "", (ACTIVATION,)),
     Mutant("C10.4", "what is being moved is forked too", "pagedkv/continuation.py",
-           "        if state.is_moving:\n", "        if False:\n", (CLAIMS,)),
+           "        if self.states[number].is_moving:\n", "        if False:\n", (CLAIMS,)),
     Mutant("C10.5", "a fork takes the source's own tail", "pagedkv/activation.py",
            "return PoolPlan(pool, entitlement, frontier, full, tail, entitlement - full)",
            "return PoolPlan(pool, entitlement, frontier, full + (tail > 0), 0, entitlement - full - (tail > 0))",
@@ -373,9 +373,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C13.3", "retaining does not trim", "pagedkv/ledgers.py",
            "            spaces.trim(keep)\n        kept = {", "            pass\n        kept = {", SPECULATION),
     Mutant("C13.3", "a verify is trimmed at its commit", "pagedkv/ledgers.py",
-           "            self.spaces[pool].commit(span)\n        self._end(unit)",
+           "            self.spaces[pool].commit(span)\n        self._end_unit(unit)",
            "            self.spaces[pool].commit(span)\n"
-           "            self.spaces[pool].trim(np.zeros_like(self.spaces[pool].frontier))\n        self._end(unit)",
+           "            self.spaces[pool].trim(np.zeros_like(self.spaces[pool].frontier))\n"
+           "        self._end_unit(unit)",
            SPECULATION),
     Mutant("C13.3", "a smaller need gives pages back", "pagedkv/address_space.py",
            "            return None\n        self.require_entitled(ends)\n",

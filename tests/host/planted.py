@@ -94,15 +94,15 @@ IN_COMMIT = (
         "a commit of everything skips the last pool", StoreLedgers, "commit_unit",
         "in unit.written.items()", "in list(unit.written.items())[:1]",
     ),
-    Planted("a failed unit is committed", StoreLedgers, "fail_unit", "self._end(unit)", "self.commit_unit(unit)"),
+    Planted("a failed unit is committed", StoreLedgers, "fail_unit", "self._end_unit(unit)", "self.commit_unit(unit)"),
 )  # fmt: skip
 
 IN_TRIM_AND_TRUNCATE = (
     Planted("trim forgets to dematerialize one page", AddressSpaces, "trim", "mirror[flat])", "mirror[flat][1:])"),
-    Planted("trim drops a partly committed page", AddressSpaces, "trim", "provisional) + PAGE_MASK)", "provisional))"),
+    Planted("trim drops a partly committed page", AddressSpaces, "trim", "keep) + PAGE_MASK)", "keep))"),
     Planted(
         "trim ignores provisional columns", AddressSpaces, "trim",
-        "np.maximum(self.frontier, provisional)", "np.where(provisional == HOLD, HOLD, self.frontier)",
+        "np.maximum(self.frontier, keep)", "np.where(keep == HOLD, HOLD, self.frontier)",
     ),
     Planted("trim keeps the identity of a page", AddressSpaces, "trim", "self.pages.renew(logical)", "pass"),
     Planted(
@@ -179,7 +179,9 @@ IN_UNITS = (
         "an abort in flight takes effect at once", StoreLedgers, "abort",
         "self.guard.rows_in_flight >> sequence.row & 1", "False",
     ),
-    Planted("an abort in flight is forgotten", StoreLedgers, "_end", "if self._aborting else ()", "if False else ()"),
+    Planted(
+        "an abort in flight is forgotten", StoreLedgers, "_end_unit", "if self._aborting else ()", "if False else ()",
+    ),
 )  # fmt: skip
 
 IN_ACTIVATIONS = (

@@ -179,7 +179,10 @@ IN_CONTINUATIONS = (
         "in self.retained.items()}", "in list(self.retained.items())[:1]}",
     ),
     Planted("a source may be taken away", Continuations, "require_idle", "if self.states[number].claims:", "if False:"),
-    Planted("a moving source may be forked", Continuations, "claim", "if state.is_moving", "if False"),
+    Planted(
+        "a moving source may be forked", Continuations, "require_claimable", "if self.states[number].is_moving",
+        "if False",
+    ),
     Planted("a number is given out again", Continuations, "keep", "self._number_next += 1", "pass"),
 )  # fmt: skip
 

@@ -217,6 +217,8 @@ def test_a_source_that_is_being_moved_is_nobody_s_fork() -> None:
 
     with refused(MisuseError, "C10.4", ledgers):
         ledgers.prepare_activation(ActivationTarget(1, 0, source))
+    with refused(MisuseError, "C10.4", ledgers):
+        ledgers.explain(ActivationTarget(1, 0, source))
     ledgers.abort_activation(prepared)
     store.go_on(source)
     store.check()
@@ -311,6 +313,8 @@ def test_a_transfer_that_reads_the_source_refuses_its_move_before_and_after_the_
     pool.pin(ids)
     with refused(MisuseError, "C7.4", ledgers):
         ledgers.prepare_activation(target)
+    with refused(MisuseError, "C7.4", ledgers):
+        ledgers.explain(target)
     pool.unpin(ids)
     prepared = store.prepare(target)
     pool.pin(ids)

@@ -1,4 +1,4 @@
-"""Whole pages between planes and packed host memory: every profile, both orders, both routes.  (C8.3, C14.4)"""
+"""Whole pages between planes and packed host memory: every profile, both orders, both methods.  (C8.3, C14.4)"""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def host_planes(device: Device, planes: Planes) -> list[npt.NDArray[Any]]:
     return found
 
 
-@pytest.mark.parametrize("route", ["copies", "packed"])
+@pytest.mark.parametrize("method", ["copies", "packed"])
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_pages_go_out_and_come_back_in_other_places(
-    device: Device, noise: Any, profile: str, order: PageOrder, route: Any
+    device: Device, noise: Any, profile: str, order: PageOrder, method: Any
 ) -> None:
     """C8.1, C8.3, S71: packed in logical order, restored to other ids; every other byte of the planes stays."""
     planes = build(device, noise, profile, order)
@@ -87,12 +87,13 @@ def test_pages_go_out_and_come_back_in_other_places(
     old, new, host = [7, 8, 2, 9, 10], [0, 4, 3, 5, 1], np.arange(5, dtype=np.int32)
     extent = device.pinned((mover.packed_bytes("main", 5),), np.uint8)
     runs = page_runs(np.array(old, np.int32), host)
-    ticket = mover.submit("d2h", "main", runs, host=extent, host_pages=5, route=route)
+    ticket = mover.submit("d2h", "main", runs, host=extent, host_pages=5, method=method)
     assert ticket is not None
     mover.wait(ticket)
     for (part, packed), plane, (_, geometry) in zip(parts(extent, planes, 5), before, planes, strict=True):
         assert np.array_equal(page_bytes(part, packed, list(range(5))), page_bytes(plane, geometry, old))
-    back = mover.submit("h2d", "main", page_runs(host, np.array(new, np.int32)), host=extent, host_pages=5, route=route)
+    runs = page_runs(host, np.array(new, np.int32))
+    back = mover.submit("h2d", "main", runs, host=extent, host_pages=5, method=method)
     assert back is not None
     mover.wait(back)
 
@@ -120,14 +121,14 @@ def test_pages_move_within_the_device(device: Device, noise: Any, order: PageOrd
 
 
 def test_a_part_of_an_extent_can_be_restored(device: Device, noise: Any) -> None:
-    """C8.1: pages 1 and 2 of an extent of four, by either route."""
+    """C8.1: pages 1 and 2 of an extent of four, by either method."""
     planes = build(device, noise)
     mover = mover_of(device, planes)
     extent = device.pinned((mover.packed_bytes("main", 4),), np.uint8)
     extent[:] = noise(extent.size)
-    for route, new in (("copies", [5, 9]), ("packed", [11, 2])):
+    for method, new in (("copies", [5, 9]), ("packed", [11, 2])):
         runs = page_runs(np.array([1, 2], np.int32), np.array(new, np.int32))
-        ticket = mover.submit("h2d", "main", runs, host=extent, host_pages=4, route=route)  # type: ignore[arg-type]
+        ticket = mover.submit("h2d", "main", runs, host=extent, host_pages=4, method=method)  # type: ignore[arg-type]
         assert ticket is not None
         mover.wait(ticket)
         for after, (part, packed), (_, geometry) in zip(
@@ -136,7 +137,7 @@ def test_a_part_of_an_extent_can_be_restored(device: Device, noise: Any) -> None
             assert np.array_equal(page_bytes(after, geometry, new), page_bytes(part, packed, [1, 2]))
 
 
-def test_operations_grow_with_runs_until_the_packed_route_is_cheaper(device: Device, noise: Any) -> None:
+def test_operations_grow_with_runs_until_the_packed_method_is_cheaper(device: Device, noise: Any) -> None:
     """S57, C8.3: one copy per run and plane; many runs become one kernel and one copy per plane and chunk."""
     planes = build(device, noise)  # 7 planes: K code and scale, V code and scale, two layers, less none
     count = len(planes)
@@ -200,7 +201,7 @@ def test_a_failed_copy_publishes_nothing(device: Device, noise: Any, direction: 
     sides = (scattered, host) if direction == "d2h" else (host, scattered)
     transfer = engine.plan(direction, pool, *sides, host_pages=5)
     with pytest.raises(TransferFailed, match=f"copy {failing} of a transfer"):
-        engine.submit(transfer, extent, route="copies")
+        engine.submit(transfer, extent, method="copies")
     with pytest.raises(MisuseError, match="publish of transfer"):
         engine.publish(transfer)
     while engine.ledger.open:
@@ -213,17 +214,17 @@ def test_a_failed_copy_publishes_nothing(device: Device, noise: Any, direction: 
 
 
 def test_transfers_that_cannot_be_served_are_refused_before_anything_is_queued(device: Device, noise: Any) -> None:
-    """A small extent, no extent, and the packed route for scattered host pages; a second submit."""
+    """A small extent, no extent, and the packed method for scattered host pages; a second submit."""
     planes = build(device, noise, "bf16")
     mover = mover_of(device, planes)
     extent = device.pinned((mover.packed_bytes("main", 3),), np.uint8)
     gap = page_runs(np.array([0, 1], np.int32), np.array([0, 2], np.int32))
     before = device.driver_calls
-    for host, pages, route in ((None, 3, None), (extent[:-1], 3, None), (extent, 4, None)):
+    for host, pages, method in ((None, 3, None), (extent[:-1], 3, None), (extent, 4, None)):
         with pytest.raises(MisuseError, match="a host extent of"):
-            mover.submit("d2h", "main", gap, host=host, host_pages=pages, route=route)
+            mover.submit("d2h", "main", gap, host=host, host_pages=pages, method=method)
     with pytest.raises(MisuseError, match="one range of host pages"):
-        mover.submit("d2h", "main", gap, host=extent, host_pages=3, route="packed")
+        mover.submit("d2h", "main", gap, host=extent, host_pages=3, method="packed")
 
     assert device.driver_calls == before
 

@@ -234,13 +234,13 @@ def move_both_ways(device: CpuDevice) -> None:
             extent = stage.extent(3, f"saved extent {number}")
             shuffled = np.roll(old, number)
             save = stage.engine.plan("d2h", stage.pool, shuffled, host, host_pages=3)
-            while not stage.engine.submit(save, extent, route="packed"):
+            while not stage.engine.submit(save, extent, method="packed"):
                 for done in stage.engine.poll():
                     stage.engine.publish(done)
             saves.append((save, extent, number))
             if number == 1:
                 restore = stage.engine.plan("h2d", stage.pool, host, new, host_pages=3)
-                assert stage.engine.submit(restore, source, route="packed")
+                assert stage.engine.submit(restore, source, method="packed")
         while stage.engine.ledger.open:
             for done in stage.engine.poll():
                 stage.engine.publish(done)
