@@ -34,7 +34,7 @@ from pagedkv.block_tables import UNMAPPED, BlockTable, TableSlices, flatten_rang
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
 from pagedkv.events import PageEvents, PoolEvents
 from pagedkv.free_runs import Ids
-from pagedkv.logical_pages import LogicalPages
+from pagedkv.logical_pages import LogicalPages, Pages
 from pagedkv.pool import DevicePageLease, PagePool
 from pagedkv.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
 
@@ -44,6 +44,7 @@ WINDOW_PAGES = 64
 """Pages bound at once: 4096 tokens, so that a row asks for ids once in 4096 steps (C6.5)."""
 
 _ZERO = np.zeros((), np.int32)
+_PAGE_TOKENS = np.full((), PAGE_TOKENS, np.int32)
 
 HOLD = np.int32(1 << 30)
 """Neutral `keep` value of `trim`: beyond every limit, so nothing of that row is trimmed."""
@@ -354,12 +355,14 @@ class AddressSpaces:
         """Return a copy of the page group ids that the row maps, in block order."""
         return self.table.mirror[row, : self.membership_pages(row)].copy()
 
-    def committed_columns(self, logical: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def committed_columns(self, logical: Pages) -> Tokens:
         """Return committed columns 0..64 of pages; derived from the writer's frontier.  (C7 preamble)"""
         writers = self.pages.writer[logical]
-        starts = self.pages.block[logical] << PAGE_SHIFT
-        derived = np.minimum(np.maximum(self.frontier[writers] - starts, 0), PAGE_TOKENS)
-        return np.where(writers >= 0, derived, self.pages.committed[logical]).astype(np.int32)
+        derived = self.frontier[writers] - (self.pages.block[logical] << PAGE_SHIFT)
+        np.maximum(derived, _ZERO, out=derived)
+        np.minimum(derived, _PAGE_TOKENS, out=derived)
+        np.copyto(derived, self.pages.committed[logical], where=writers < _ZERO)
+        return derived
 
     def _bind_window(self, row: int, end_tokens: int) -> None:
         """Bind at least up to `end_tokens`, in whole windows, never beyond the entitlement.  (C6.5)"""

@@ -13,8 +13,10 @@ Read next: `store.py`.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.address_space import AddressSpaces
 from pagedkv.block_tables import UNMAPPED
@@ -22,7 +24,7 @@ from pagedkv.config import PoolConfig
 from pagedkv.lease_growth import NEVER
 from pagedkv.ledgers import StoreLedgers
 from pagedkv.planes import PlaneGeometry
-from pagedkv.quantities import PAGE_SHIFT, PAGE_TOKENS
+from pagedkv.quantities import PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
 from pagedkv.retained_spaces import RetainedSpaces
 
 
@@ -49,7 +51,7 @@ def check_ledgers(ledgers: StoreLedgers) -> None:
 def check_1_one_replica_per_lease(spaces: AddressSpaces) -> None:
     """C16.1: a page group carries at most one logical page, and each knows the other."""
     held = spaces.pages.device[spaces.pages.device >= 0]
-    assert np.unique(held).size == held.size, f"{_name(spaces)}: one page group carries two logical pages"
+    assert _are_distinct(held), f"{_name(spaces)}: one page group carries two logical pages"
     bound = spaces.columns_below(spaces.bound_end)
     page_ids, logical = spaces.table.mirror[bound], spaces.members[bound]
     assert (spaces.pages.device[logical] == page_ids).all(), f"{_name(spaces)}: table and descriptors disagree"
@@ -101,8 +103,7 @@ def check_5_identities_are_independent(spaces: AddressSpaces) -> None:
     assert (live ^ spaces.pages.free_runs.mask()).all(), f"{_name(spaces)}: a descriptor is free and live, or neither"
     assert (live == (spaces.pages.device >= 0)).all(), f"{_name(spaces)}: a live descriptor without a replica"
     for what, column in (("serial", spaces.pages.serial), ("content epoch", spaces.pages.content)):
-        values = column[live]
-        assert np.unique(values).size == values.size, f"{_name(spaces)}: two pages share a {what}"
+        assert _are_distinct(column[live]), f"{_name(spaces)}: two pages share a {what}"
 
 
 def check_6_frontiers(spaces: AddressSpaces) -> None:
@@ -124,16 +125,15 @@ def check_7_one_writer(spaces: AddressSpaces, retained: RetainedSpaces) -> None:
     pages = spaces.pages
     rows, blocks = np.nonzero(spaces.columns_below(spaces.bound_end) & ~spaces.columns_below(spaces.shared_end))
     logical = spaces.members[rows, blocks]
-    assert np.unique(logical).size == logical.size, f"{_name(spaces)}: a written page is in two places"
+    assert _are_distinct(logical), f"{_name(spaces)}: a written page is in two places"
     assert (pages.writer[logical] == rows).all(), f"{_name(spaces)}: a page's writer is another row"
     assert np.count_nonzero(pages.writer >= 0) == logical.size, f"{_name(spaces)}: a page has a writer elsewhere"
     protected, protectors = np.zeros_like(pages.protected), np.zeros_like(pages.protectors)
     for space in retained.spaces.values():
         assert 0 <= space.protected_frontier <= space.frontier, f"{_name(spaces)}: protection beyond the frontier"
-        starts = np.arange(space.members.size) * PAGE_TOKENS
-        columns = np.clip(space.protected_frontier - starts, 0, PAGE_TOKENS)
-        protected[space.members] = np.maximum(protected[space.members], columns)
-        protectors[space.members] += columns == PAGE_TOKENS
+    members, _, columns = _inactive_pages(retained, [space.protected_frontier for space in retained.spaces.values()])
+    np.maximum.at(protected, members, columns)
+    np.add.at(protectors, members, columns == PAGE_TOKENS)
     assert (pages.protected == protected).all(), f"{_name(spaces)}: protected columns drifted"
     assert (pages.protectors == protectors).all(), f"{_name(spaces)}: protectors drifted"
     assert (pages.protected <= PAGE_TOKENS * (pages.references > pages.active)).all(), (
@@ -146,16 +146,17 @@ def check_8_shared_pages_are_immutable(spaces: AddressSpaces, retained: Retained
     pages = spaces.pages
     references, active = np.zeros_like(pages.references), np.zeros_like(pages.active)
     rows, blocks = np.nonzero(spaces.columns_below(spaces.bound_end))
-    np.add.at(active, spaces.members[rows, blocks], 1)
-    assert (pages.block[spaces.members[rows, blocks]] == blocks).all(), f"{_name(spaces)}: a page at another block"
+    bound = spaces.members[rows, blocks]
+    np.add.at(active, bound, 1)
+    assert (pages.block[bound] == blocks).all(), f"{_name(spaces)}: a page at another block"
     for space in retained.spaces.values():
-        references[space.members] += 1
-        full, tail = space.frontier >> PAGE_SHIFT, space.frontier % PAGE_TOKENS
-        assert space.members.size == full + (tail > 0), f"{_name(spaces)}: {space.members.size} pages, {space.frontier}"
-        assert np.unique(space.members).size == space.members.size, f"{_name(spaces)}: a page twice in one space"
-        assert (pages.block[space.members] == np.arange(space.members.size)).all(), f"{_name(spaces)}: another block"
-        assert (pages.committed[space.members[:full]] == PAGE_TOKENS).all(), f"{_name(spaces)}: a page is not full"
-        assert (pages.committed[space.members[full:]] == tail).all(), f"{_name(spaces)}: another tail"
+        count = pages_for_tokens(space.frontier)
+        assert space.members.size == count, f"{_name(spaces)}: {space.members.size} pages, {space.frontier}"
+        assert _are_distinct(space.members), f"{_name(spaces)}: a page twice in one space"
+    members, places, columns = _inactive_pages(retained, [space.frontier for space in retained.spaces.values()])
+    np.add.at(references, members, 1)
+    assert (pages.block[members] == places).all(), f"{_name(spaces)}: another block"
+    assert (pages.committed[members] == columns).all(), f"{_name(spaces)}: a page is not full, or another tail"
     assert (pages.active == active).all(), f"{_name(spaces)}: active references drifted"
     assert (pages.references == references + active).all(), f"{_name(spaces)}: references drifted"
     shared = pages.references > 1
@@ -225,6 +226,22 @@ def check_17_launches_are_covered(ledgers: StoreLedgers) -> None:
         else:
             short = ledgers.sequences.budget_tokens > spaces.limit
         assert not short.any(), f"pool {name}: rows {np.flatnonzero(short).tolist()} are not covered"
+
+
+def _are_distinct(values: npt.NDArray[Any]) -> bool:
+    return len(set(values.tolist())) == values.size
+
+
+def _inactive_pages(
+    retained: RetainedSpaces, ends: list[int]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return of every page of every inactive space descriptor, block, and its columns below the end of its space."""
+    parts = [space.members for space in retained.spaces.values()]
+    sizes = np.array([members.size for members in parts], np.int64)
+    members = np.concatenate([np.empty(0, np.int32), *parts])
+    blocks = np.array([block for size in sizes.tolist() for block in range(size)], np.int32)
+    columns = np.repeat(np.array(ends, np.int32), sizes) - (blocks << PAGE_SHIFT)
+    return members, blocks, np.minimum(np.maximum(columns, 0), PAGE_TOKENS)
 
 
 def _name(spaces: AddressSpaces) -> str:

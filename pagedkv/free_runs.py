@@ -80,6 +80,13 @@ class FreeRuns:
         n = self.run_count
         return list(zip(self._starts[:n].tolist(), self._ends[:n].tolist(), strict=True))
 
+    def edges(self) -> npt.NDArray[np.int64]:
+        """Return the runs as an array, (n, 2), one [start, end) a row."""
+        n = self.run_count
+        edges = np.empty((n, 2), np.int64)
+        edges[:, 0], edges[:, 1] = self._starts[:n], self._ends[:n]
+        return edges
+
     def mask(self) -> npt.NDArray[np.bool_]:
         """Return a (capacity,) array that is True at every free id."""
         edges = np.zeros(self.capacity + 1, np.int32)

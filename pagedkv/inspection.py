@@ -15,8 +15,8 @@ Read next: `store.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,7 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class PoolInspection:
+class PoolInspection(NamedTuple):
     """One pool: its counters, the active spaces by row, page groups by id, descriptors by number.
 
     Attributes:
@@ -73,8 +72,7 @@ class PoolInspection:
     page_pins: Int32s
 
 
-@dataclass(frozen=True, eq=False)
-class SpaceInspection:
+class SpaceInspection(NamedTuple):
     """One inactive space: (n,) int32 descriptors in block order, and frontiers in tokens."""
 
     members: Int32s
@@ -82,12 +80,18 @@ class SpaceInspection:
     protected: int
 
 
-@dataclass(frozen=True, eq=False)
-class ContinuationInspection:
+class ContinuationInspection(NamedTuple):
     """One retained continuation: its space in each pool, and whether it has the caller's state (C2.2)."""
 
     pools: Mapping[str, SpaceInspection]
     has_state: bool
+
+
+COUNTERS: Final = 5
+"""How many fields of a pool are numbers; the others are arrays."""
+assert PoolInspection._fields[COUNTERS] == "frontier", PoolInspection._fields
+
+PARTS = (PoolInspection, SpaceInspection, ContinuationInspection)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +117,7 @@ class StoreInspection:
 
     def differences(self, before: StoreInspection) -> list[str]:
         """Return one line for each value that differs from an earlier inspection; empty: nothing changed."""
-        return _differences("", before, self)
+        return [] if _plain(before) == _plain(self) else _differences("", vars(before), vars(self))
 
 
 def inspect_ledgers(ledgers: StoreLedgers) -> StoreInspection:
@@ -139,15 +143,14 @@ def inspect_ledgers(ledgers: StoreLedgers) -> StoreInspection:
 
 def _inspect_pool(spaces: AddressSpaces) -> PoolInspection:
     pool, pages = spaces.pool, spaces.pages
-    every = np.arange(pages.capacity, dtype=np.int32)
     return PoolInspection(
         capacity=pool.capacity, allocated=pool.allocated, reserved=pool.reserved, available=pool.available,
         bound=pool.bound, frontier=spaces.frontier.copy(), shared_end=spaces.shared_end.copy(),
         mapped_end=spaces.mapped_end.copy(), bound_end=spaces.bound_end.copy(), limit=spaces.limit.copy(),
         table=spaces.table.mirror.copy(), members=spaces.members.copy(), lease_serials=pool.serials.copy(),
-        pins=pool.pins.copy(), free_runs=np.array(pool.free_runs.runs(), np.int64).reshape(-1, 2),
-        serial=pages.serial.copy(), content=np.where(pages.serial != 0, pages.content, 0),
-        committed=spaces.committed_columns(every), protected=pages.protected.copy(),
+        pins=pool.pins.copy(), free_runs=pool.free_runs.edges(),
+        serial=pages.serial.copy(), content=pages.content * (pages.serial != 0),
+        committed=spaces.committed_columns(slice(0, pages.capacity)), protected=pages.protected.copy(),
         references=pages.references.copy(), active=pages.active.copy(), writer=pages.writer.copy(),
         device=pages.device.copy(), block=pages.block.copy(), page_pins=pages.pins.copy(),
     )  # fmt: skip
@@ -158,14 +161,30 @@ def _inspect_space(retained: RetainedSpaces, number: int) -> SpaceInspection:
     return SpaceInspection(space.members.copy(), space.frontier, space.protected_frontier)
 
 
+def _plain(shown: StoreInspection) -> object:
+    """Return all that is shown as numbers and bytes, which are compared at once.
+
+    The arrays of a pool become one string of bytes: the length of one of them alone varies.
+    """
+    return (
+        shown.active_rows, shown.rows_in_flight, shown.units_in_flight,
+        shown.sequence_serials.tobytes(), shown.budget_tokens.tobytes(),
+        [(name, pool[:COUNTERS], b"".join(cast("Any", pool[COUNTERS:]))) for name, pool in shown.pools.items()],
+        [
+            (number, kept.has_state, pool, space.members.tobytes(), space.frontier, space.protected)
+            for number, kept in shown.continuations.items() for pool, space in kept.pools.items()
+        ],
+    )  # fmt: skip
+
+
 def _differences(path: str, before: Any, after: Any) -> list[str]:
     kind = type(after)
     if kind is np.ndarray:
         if before.shape == after.shape and before.tobytes() == after.tobytes():
             return []
         return [f"{path}: {before.tolist()} became {after.tolist()}"]
-    if kind in FIELDS:
-        pairs = [(name, getattr(before, name), getattr(after, name)) for name in FIELDS[kind]]
+    if kind in PARTS:
+        pairs = list(zip(kind._fields, before, after, strict=True))
     elif kind is dict and before.keys() == after.keys():
         pairs = [(key, before[key], after[key]) for key in after]
     else:
@@ -174,9 +193,3 @@ def _differences(path: str, before: Any, after: Any) -> list[str]:
     for name, old, new in pairs:
         found += _differences(f"{path}.{name}" if path else str(name), old, new)
     return found
-
-
-FIELDS = {
-    kind: tuple(field.name for field in fields(kind))
-    for kind in (PoolInspection, SpaceInspection, ContinuationInspection, StoreInspection)
-}

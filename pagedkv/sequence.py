@@ -62,7 +62,7 @@ class Sequences:
 
     def active_rows(self) -> list[int]:
         """Return the leased rows in ascending order."""
-        return np.flatnonzero(self.serials).tolist()
+        return self.serials.nonzero()[0].tolist()
 
     def free_rows(self) -> list[int]:
         """Return the rows that an activation may lease, in ascending order."""

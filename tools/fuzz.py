@@ -39,7 +39,7 @@ from pagedkv.tools.ledger_model import (
     UnitModel,
     Wanted,
 )
-from pagedkv.tools.model_view import committed_bytes, compare
+from pagedkv.tools.model_view import Held, committed_bytes, compare
 from pagedkv.tools.shortest import shortest
 
 T = TypeVar("T")
@@ -136,12 +136,25 @@ class Walk:
         self.units: dict[int, tuple[UnitModel, pk.SubmittedUnit]] = {}
         self.batches: dict[int, tuple[list[SequenceModel], pk.Batch]] = {}
         self.counts: Counter[str] = Counter()
-        # (pages, 64, D) uint16 of the plane whose bytes are compared, and the device table, of each pool
+        # What the store shows, until a call may have changed it; what was compared last, and what the model said then.
+        self._shown: pk.StoreInspection | None = None
+        self._compared: pk.StoreInspection | None = None
+        self._held: Held = {}
+        # (pages, 64, D) uint16 of the plane whose bytes are compared, of each pool; then the host copies, which one
+        # graph fills, of the device table and of that plane
         self.planes: dict[str, Any] = {}
+        self.hosts: dict[str, tuple[Any, Any]] = {}
         for pool in config.pools:
             view = self.store.views[pool.name][0]
             plane = view.k_pages if shape.role == "k_code" else view.v_pages
-            self.planes[pool.name] = plane.reshape(-1, pk.PAGE_TOKENS, plane.shape[-1])
+            self.planes[pool.name] = plane = plane.reshape(-1, pk.PAGE_TOKENS, plane.shape[-1])
+            table = self.store.block_tables[pool.name]
+            self.hosts[pool.name] = device.pinned(table.shape, table.dtype), device.pinned(plane.shape, plane.dtype)
+        device.begin_capture(self.store.stream)
+        for name, (table, content) in self.hosts.items():
+            device.copy(table, self.store.block_tables[name], self.store.stream)
+            device.copy(content, self.planes[name], self.store.stream)
+        self.reading = device.end_capture(self.store.stream)
 
     # ---- one event --------------------------------------------------------------------------------
 
@@ -156,7 +169,7 @@ class Walk:
             return False
         self.counts[event.kind] += 1
         getattr(self, f"_{event.kind}")(event.number, **arguments)
-        compare(self.model, self.store.inspect())
+        self.compare_ledgers()
         if event.kind in MOVES_BYTES or event.number % BYTES_EVERY == 0:
             self.compare_bytes()
         if event.number % CHECK_EVERY == 0:
@@ -164,19 +177,32 @@ class Walk:
             self.compare_handles()
         return True
 
+    def compare_ledgers(self) -> None:
+        """Demand that the store shows what the model says.
+
+        After a refused call that is known already: it showed before what it shows now, byte by byte, and the model
+        moves with granted calls alone.
+        """
+        shown = self._look()
+        if shown is not self._compared:
+            self._held = compare(self.model, shown)
+            self._compared = shown
+
     def compare_bytes(self) -> None:
         """Demand that device tables name the pages, and that each committed column shows its tag.  (S86)"""
-        for pool, plane in self.planes.items():
-            table, content = self._host(self.store.block_tables[pool]), self._host(plane)
-            for sequence in self.model.active:
+        active = self.model.active
+        self._read_device()
+        for pool, (table, content) in self.hosts.items():
+            rows = table.tolist()
+            for sequence in active:
                 ids = [page.page_id for page in sequence.spaces[pool].pages]
-                shown = table[sequence.row, : len(ids)].tolist()
+                shown = rows[sequence.row][: len(ids)]
                 if shown != ids:
                     raise AssertionError(f"pool {pool} row {sequence.row}: the device table has {shown}, model {ids}")
-            page_ids, is_committed, tags = committed_bytes(self.model, pool)
-            is_wrong = (content[page_ids] != tags[:, :, None]).any(axis=2) & is_committed
+            page_ids, is_committed, tags = committed_bytes(self._held[pool])
+            is_wrong = (content[page_ids] != tags[:, :, None]) & is_committed[:, :, None]
             if is_wrong.any():
-                page, column = (int(index[0]) for index in np.nonzero(is_wrong))
+                page, column, _ = (int(index[0]) for index in np.nonzero(is_wrong))
                 raise AssertionError(
                     f"pool {pool} page group {page_ids[page]} column {column}: "
                     f"{content[page_ids[page], column].tolist()}, model {tags[page, column]}"
@@ -205,22 +231,26 @@ class Walk:
 
     def end_everything(self) -> None:
         """Finish all there is; every page of every pool is available again."""
+        self.compare_ledgers()
         self.compare_bytes()
         for unit, submitted in self.units.values():
             if unit.is_open:
                 self.store.fail(submitted)
                 self.model.end(unit)
-                compare(self.model, self.store.inspect())
+                self._shown = None
+                self.compare_ledgers()
         for sequence, handle in self.sequences.values():
             if sequence.is_active:
                 self.store.finish(handle)
                 self.model.finish(sequence)
-                compare(self.model, self.store.inspect())
+                self._shown = None
+                self.compare_ledgers()
         for continuation, kept in self.continuations.values():
             if continuation.is_current:
                 self.store.release(kept)
                 self.model.release(continuation)
-                compare(self.model, self.store.inspect())
+                self._shown = None
+                self.compare_ledgers()
         self.store.check()
         for name, pool in self.store.inspect().pools.items():
             _same(f"pool {name}: pages at the end", pool.capacity, pool.available)
@@ -237,7 +267,7 @@ class Walk:
         target = Target(prompt, output, model, frontier, keeps)
         wanted = {"prompt_tokens": prompt, "output_tokens": output, "source": kept, "frontier": frontier,
                   "keep_source": keeps}  # fmt: skip
-        before = self.store.inspect()
+        before = self._look()
         explained = self.call(self.model.target_errors(target), lambda: self._explain(wanted), before=before)
         if explained is REFUSED:
             self.call(self.model.target_errors(target), lambda: self.store.try_activate(**wanted), before=before)
@@ -274,7 +304,7 @@ class Walk:
             may: set[str] = set()
         else:
             errors, may = set(), errors
-        before = self.store.inspect()
+        before = self._look()
         answer = self.call(
             errors, lambda: self._granted(lambda: self.store.try_snapshot(handle, state=state), fail_at, before),
             may=may, before=before,
@@ -353,8 +383,9 @@ class Walk:
 
     def _write(self, unit: UnitModel) -> None:
         """Write the tags of a unit where its rows of the device tables say, as a kernel would."""
+        self._read_device()
         for pool, entries in self.model.write(unit).items():
-            table, plane = self._host(self.store.block_tables[pool]), self.planes[pool]
+            (table, _), plane = self.hosts[pool], self.planes[pool]
             for row, first, tags in entries:
                 position, end = first, first + tags.size
                 while position < end:
@@ -461,7 +492,8 @@ class Walk:
             What the call returned, or REFUSED.
         """
         if before is None and (errors or may):
-            before = self.store.inspect()
+            before = self._look()
+        self._shown = None
         try:
             answer = call()
         except pk.PagedKVError as error:
@@ -480,6 +512,7 @@ class Walk:
     def _granted(self, call: Callable[[], T], fail_at: int, before: pk.StoreInspection) -> T | Refused:
         """Make a call that may answer with a refusal, or in which a launch or copy fails: then nothing changed."""
         faults = self.device.faults
+        self._shown = None
         try:
             with self.device.failing_at(fail_at) if fail_at else nullcontext():
                 answer = call()
@@ -494,10 +527,20 @@ class Walk:
             self._require_unchanged(before)
         return answer
 
+    def _look(self) -> pk.StoreInspection:
+        """Return what the store shows, inspected anew if it was called since.
+
+        What one event leaves is what the next one finds.
+        """
+        if self._shown is None:
+            self._shown = self.store.inspect()
+        return self._shown
+
     def _require_unchanged(self, before: pk.StoreInspection) -> None:
         changed = self.store.inspect().differences(before)
         if changed:
             raise AssertionError(f"state changed in {len(changed)} places: " + "; ".join(changed[:5]))
+        self._shown = before
 
     def _chosen(
         self, number: int, sequences: list[int] | None, batch: int | None
@@ -508,12 +551,10 @@ class Walk:
         self._batch(number, sequences or [])
         return self.batches.get(number)
 
-    def _host(self, array: Any) -> Any:
-        """Return the content of a device array in host memory."""
-        host = np.empty(array.shape, array.dtype)
-        self.device.copy(host, array, self.store.stream)
+    def _read_device(self) -> None:
+        """Fill the host copies of device tables and planes."""
+        self.reading.launch(self.store.stream)
         self.store.stream.synchronize()
-        return host
 
 
 def as_given(columns: dict[str, Wanted], form: int) -> dict[str, Any]:
