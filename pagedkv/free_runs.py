@@ -75,11 +75,6 @@ class FreeRuns:
         self._every_id = np.arange(capacity, dtype=np.int32)
         self._every_id.setflags(write=False)
 
-    def runs(self) -> list[tuple[int, int]]:
-        """Return the runs as (start, end) pairs in ascending order."""
-        n = self.run_count
-        return list(zip(self._starts[:n].tolist(), self._ends[:n].tolist(), strict=True))
-
     def edges(self) -> npt.NDArray[np.int64]:
         """Return the runs as an array, (n, 2), one [start, end) a row."""
         n = self.run_count

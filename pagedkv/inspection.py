@@ -5,7 +5,8 @@
     assert not store.inspect().differences(before)
 
 What is copied is state, not history: the serials that will be handed out next are absent, and the columns of
-a free descriptor read as 0, whatever an earlier life left there.  Nothing here can be written back.
+a free descriptor read as 0, whatever an earlier life left there.  Nothing here can be written back.  The parts are
+tuples of numbers and arrays: compare them with `differences`, not with `==`.
 
 Cost: linear in pages and table entries, one array copy for each column.
 

@@ -21,6 +21,7 @@ from pagedkv.block_tables import BlockTable, TableSlices
 from pagedkv.check import check_ledgers
 from pagedkv.config import Backend, ExplicitCapacity, KVGeometry, StoreConfig
 from pagedkv.errors import PagedKVError
+from pagedkv.free_runs import FreeRuns
 from pagedkv.ledgers import Columns, PoolSlices, StoreLedgers
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
@@ -35,6 +36,11 @@ PLAIN = frozenset({type(None), bool, int, float, str, bytes, slice})
 
 UNSEEN = frozenset({"config", "_crossing"})
 """Attributes that no snapshot holds: a frozen value, and a scratch buffer that no call reads before it writes."""
+
+
+def runs_of(free: FreeRuns) -> list[tuple[int, int]]:
+    """Return the runs of a set of free ids as (start, end) pairs in ascending order."""
+    return [(start, end) for start, end in free.edges().tolist()]
 
 
 def make_config(
@@ -183,7 +189,7 @@ def observables(ledgers: StoreLedgers) -> object:
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     live = {
-        name: [spaces.pool.free_runs.runs(), spaces.pages.free_runs.runs(),
+        name: [runs_of(spaces.pool.free_runs), runs_of(spaces.pages.free_runs),
                spaces.pages.content[spaces.pages.serial > 0].tolist()]
         for name, spaces in ledgers.spaces.items()
     }  # fmt: skip

@@ -21,6 +21,7 @@ from tests.host.builders import (
     make_spaces,
     mapped,
     refused,
+    runs_of,
     slices_of,
     snapshot,
     span,
@@ -233,7 +234,7 @@ def test_a_later_window_continues_the_ids_of_the_earlier_one(monkeypatch: pytest
     spaces.close(1)
     spaces.ensure_mapped_to_tokens(span(spaces, {0: 192}))
 
-    assert spaces.pool.free_runs.runs() == [(0, 2), (6, 9)]
+    assert runs_of(spaces.pool.free_runs) == [(0, 2), (6, 9)]
     assert spaces.mapped_ids(0).tolist() == [2, 3, 4]
     assert spaces.table.mirror[0].tolist() == [2, 3, 4, 5]
 
@@ -438,7 +439,7 @@ def test_close_gives_everything_to_available() -> None:
     assert spaces.mapped_ids(1).tolist() == [64]
     spaces.close(1)
     assert state(spaces) == (0, 0, 100)
-    assert spaces.pages.free_runs.runs() == spaces.pool.free_runs.runs() == [(0, 100)]
+    assert runs_of(spaces.pages.free_runs) == runs_of(spaces.pool.free_runs) == [(0, 100)]
 
 
 def test_a_lease_of_a_released_page_stays_stale_when_the_index_is_used_again() -> None:

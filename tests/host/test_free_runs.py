@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedkv.free_runs import FreeRuns
-from tests.host.builders import assert_unchanged, snapshot
+from tests.host.builders import assert_unchanged, runs_of, snapshot
 
 
 def with_free(capacity: int, free: list[int]) -> FreeRuns:
@@ -24,7 +24,7 @@ def test_every_id_is_free_at_first(capacity: int, expected: list[tuple[int, int]
     """One run holds the whole pool.  (C3.1)"""
     runs = FreeRuns(capacity)
 
-    assert runs.runs() == expected
+    assert runs_of(runs) == expected
     assert runs.id_count == capacity
     assert runs.mask().tolist() == [True] * capacity
 
@@ -34,7 +34,7 @@ def test_taking_from_a_fresh_pool_is_ascending_from_zero() -> None:
     runs = FreeRuns(4)
 
     assert runs.take(2).tolist() == [0, 1]
-    assert runs.runs() == [(2, 4)]
+    assert runs_of(runs) == [(2, 4)]
 
 
 def test_taking_nothing_changes_nothing() -> None:
@@ -53,7 +53,7 @@ def test_a_fragmented_pool_is_drained_from_the_lowest_run_upward() -> None:
     runs = with_free(10, [0, 1, 2, 6, 7, 9])
 
     assert runs.take(5).tolist() == [0, 1, 2, 6, 7]
-    assert runs.runs() == [(9, 10)]
+    assert runs_of(runs) == [(9, 10)]
 
 
 def test_draining_takes_the_front_of_the_last_run_it_needs() -> None:
@@ -61,7 +61,7 @@ def test_draining_takes_the_front_of_the_last_run_it_needs() -> None:
     runs = with_free(8, [0, 2, 4, 5, 6])
 
     assert runs.take(4).tolist() == [0, 2, 4, 5]
-    assert runs.runs() == [(6, 7)]
+    assert runs_of(runs) == [(6, 7)]
 
 
 def test_draining_everything_leaves_an_empty_set() -> None:
@@ -69,7 +69,7 @@ def test_draining_everything_leaves_an_empty_set() -> None:
     runs = with_free(8, [0, 2, 4])
 
     assert runs.take(3).tolist() == [0, 2, 4]
-    assert runs.runs() == []
+    assert runs_of(runs) == []
     assert runs.id_count == 0
 
 
@@ -78,7 +78,7 @@ def test_the_run_that_continues_the_last_id_is_preferred() -> None:
     runs = with_free(10, [2, 5, 6, 7, 8, 9])
 
     assert runs.take(2, after=4).tolist() == [5, 6]
-    assert runs.runs() == [(2, 3), (7, 10)]
+    assert runs_of(runs) == [(2, 3), (7, 10)]
 
 
 def test_a_continuation_may_split_a_run() -> None:
@@ -86,7 +86,7 @@ def test_a_continuation_may_split_a_run() -> None:
     runs = FreeRuns(8)
 
     assert runs.take(2, after=3).tolist() == [4, 5]
-    assert runs.runs() == [(0, 4), (6, 8)]
+    assert runs_of(runs) == [(0, 4), (6, 8)]
 
 
 @pytest.mark.parametrize("after", [-1, 2, 6, 9])
@@ -121,7 +121,7 @@ def test_given_ids_merge_with_both_neighbours(given: list[int], expected: list[t
 
     runs.give(np.array(given, np.int32))
 
-    assert runs.runs() == expected
+    assert runs_of(runs) == expected
     assert runs.id_count == 2 + len(given)
 
 
@@ -130,11 +130,11 @@ def test_many_runs_given_at_once_merge_like_single_ones() -> None:
     runs = with_free(40, [])
 
     runs.give(np.arange(0, 40, 2, dtype=np.int32))
-    alternating = runs.runs()
+    alternating = runs_of(runs)
     runs.give(np.arange(39, 0, -2, dtype=np.int32))
 
     assert alternating == [(start, start + 1) for start in range(0, 40, 2)]
-    assert runs.runs() == [(0, 40)]
+    assert runs_of(runs) == [(0, 40)]
     assert runs.id_count == 40
 
 
@@ -188,7 +188,7 @@ def test_runs_agree_with_a_plain_set_through_random_use(seed: int) -> None:
             expected = [i in free for i in range(capacity)]
             assert runs.mask().tolist() == expected
             assert runs.id_count == len(free)
-            assert all(end < start for (_, end), (start, _) in zip(runs.runs(), runs.runs()[1:], strict=False))
+            assert all(end < start for (_, end), (start, _) in zip(runs_of(runs), runs_of(runs)[1:], strict=False))
 
 
 def test_one_id_is_given_back_whatever_form_it_has() -> None:
@@ -199,4 +199,4 @@ def test_one_id_is_given_back_whatever_form_it_has() -> None:
     runs.give(np.array([2], np.int32))
     runs.give(slice(7, 8))
 
-    assert runs.runs() == [(2, 3), (5, 6), (7, 8)]
+    assert runs_of(runs) == [(2, 3), (5, 6), (7, 8)]

@@ -13,7 +13,7 @@ import pytest
 
 from pagedkv.errors import MisuseError
 from pagedkv.logical_pages import LogicalPages
-from tests.host.builders import assert_unchanged, refused, snapshot
+from tests.host.builders import assert_unchanged, refused, runs_of, snapshot
 
 Ids = npt.NDArray[np.int32]
 COLUMNS = ("committed", "protected", "protectors", "references", "active", "writer", "device", "block", "pins")
@@ -111,7 +111,7 @@ def test_the_pages_in_use_are_what_their_names_say() -> None:
         "filling": (0, 0, -1, 10, 0, 0, 1), "held": (2, 0, -1, 64, 0, 0, 1),
     }  # fmt: skip
     assert found == [(*states[kind], 100 + index, index) for index, kind in enumerate(KINDS)]
-    assert pages.free_runs.runs() == [(len(KINDS), CAPACITY)]
+    assert runs_of(pages.free_runs) == [(len(KINDS), CAPACITY)]
 
 
 EFFECTS: list[tuple[str, Callable[[LogicalPages], object], dict[str, dict[int, int]]]] = [

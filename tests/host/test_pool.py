@@ -7,7 +7,7 @@ import pytest
 
 from pagedkv.errors import MisuseError
 from pagedkv.pool import PagePool, try_reserve_bundle
-from tests.host.builders import assert_unchanged, refused, snapshot
+from tests.host.builders import assert_unchanged, refused, runs_of, snapshot
 
 
 def ids(*page_ids: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -96,7 +96,7 @@ def test_bound_ids_stay_reserved() -> None:
     assert bound.tolist() == [0, 1]
     assert state(pool) == (0, 3, 1)
     assert (pool.bound, pool.promised) == (2, 1)
-    assert pool.free_runs.runs() == [(2, 4)]
+    assert runs_of(pool.free_runs) == [(2, 4)]
 
 
 def test_binding_continues_the_id_it_is_told() -> None:
@@ -143,7 +143,7 @@ def test_release_gives_leases_and_bound_ids_to_available() -> None:
 
     assert state(pool) == (1, 1, 4)
     assert pool.bound == 0
-    assert pool.free_runs.runs() == [(1, 6)]
+    assert runs_of(pool.free_runs) == [(1, 6)]
     assert pool.serials.tolist()[1:] == [0] * 5
 
 
@@ -269,7 +269,7 @@ def test_unbinding_frees_the_ids_and_keeps_the_promise() -> None:
     pool.unbind(bound)
 
     assert (state(pool), pool.bound, pool.promised) == (before, 0, 2)
-    assert pool.free_runs.runs() == [(1, 4)]
+    assert runs_of(pool.free_runs) == [(1, 4)]
     again = pool.bind(2)
     assert again.tolist() == bound.tolist()
     assert not set(pool.serials[again].tolist()) & set(serials)

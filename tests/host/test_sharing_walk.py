@@ -20,7 +20,7 @@ from pagedkv.continuation import Continuation
 from pagedkv.errors import MisuseError
 from pagedkv.sequence import Sequence
 from pagedkv.snapshot import PreparedSnapshot
-from tests.host.builders import assert_unchanged, differences, observables, snapshot
+from tests.host.builders import assert_unchanged, differences, observables, runs_of, snapshot
 from tests.host.sharing import BACKENDS, Held, SharedLedgers
 
 WALKS = 3
@@ -70,8 +70,8 @@ class SharingWalk:
             self.ledgers.release(continuation)
         self.store.check()
         for name, spaces in self.ledgers.spaces.items():
-            assert spaces.pool.free_runs.runs() == [(0, spaces.pool.capacity)], f"pool {name}: pages leaked"
-            assert spaces.pages.free_runs.runs() == [(0, spaces.pool.capacity)], f"pool {name}: descriptors leaked"
+            assert runs_of(spaces.pool.free_runs) == [(0, spaces.pool.capacity)], f"pool {name}: pages leaked"
+            assert runs_of(spaces.pages.free_runs) == [(0, spaces.pool.capacity)], f"pool {name}: descriptors leaked"
         return self.counts
 
     def compare(self) -> None:
