@@ -92,7 +92,9 @@ class LeaseGrowth:
 
     def close(self, row: int) -> None:
         """Forget a row whose sequence ends.  (C9.8)"""
-        for name in self.spaces if self.is_on else ():
+        if not self.is_on:
+            return
+        for name in self.spaces:
             self.full_pages[name][row] = self.round_frontier[name][row] = 0
             self.grow_at[name][row] = NEVER
         self.short[row] = False

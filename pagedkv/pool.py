@@ -82,7 +82,9 @@ class PagePool:
 
     def try_reserve(self, pages: int) -> bool:
         """Promise `pages` page groups; False, and nothing changed, when fewer are available.  (C6.2)"""
-        self._require_count("a reservation", pages)
+        if type(pages) is not int or pages < 0:
+            raise MisuseError(f"a reservation in pool {self.name}", expected="a non-negative integer number of pages",
+                              got=repr(pages), remedy="ask in whole pages", clause="C6.2")
         if pages > self.available:
             return False
         self.reserved += pages
@@ -90,13 +92,11 @@ class PagePool:
 
     def shrink(self, pages: int) -> None:
         """Give promised pages back to available.  (C6.2)"""
-        self._require_count("a shrink", pages)
         self._require_at_most("a shrink", pages, self.promised, "promised pages")
         self.reserved -= pages
 
     def bind(self, pages: int, after: int = -1) -> Ids:
         """Name ids for promised pages, next to id `after` when possible; they stay reserved.  (C6.5)"""
-        self._require_count("a binding", pages)
         self._require_at_most("a binding", pages, self.promised, "promised pages")
         ids = self.free_runs.take(pages, after)
         self.bound += pages
@@ -200,15 +200,11 @@ class PagePool:
             return at.start == at.stop or lowest(self.serials[at]) > 0
         return 0 <= lowest(at) and highest(at) < self.capacity and lowest(self.serials[at]) > 0
 
-    def _require_count(self, what: str, pages: int) -> None:
-        if type(pages) is not int or pages < 0:
-            raise MisuseError(f"{what} in pool {self.name}", expected="a non-negative integer number of pages",
-                              got=repr(pages), remedy="ask in whole pages", clause="C6.2")
-
     def _require_at_most(self, what: str, pages: int, limit: int, kind: str) -> None:
-        if pages < 0 or pages > limit:
-            raise MisuseError(f"{what} in pool {self.name}", expected=f"at most {limit} {kind}", got=f"{pages}",
-                              remedy="every page leaves the state it entered exactly once", clause="C6.2")
+        if type(pages) is not int or not 0 <= pages <= limit:
+            raise MisuseError(f"{what} in pool {self.name}", expected=f"a non-negative integer, at most {limit} {kind}",
+                              got=repr(pages), remedy="every page leaves the state it entered exactly once",
+                              clause="C6.2")
 
 
 def try_reserve_bundle(requests: SequenceOf[tuple[PagePool, int]]) -> PagePool | None:
