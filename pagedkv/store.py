@@ -613,8 +613,7 @@ class Store(StoreEvidence):
                 self._actions.publish(slices)
         except BaseException as error:
             # The pages are members already, and no table shows them: nothing may be launched over these rows.
-            self.latch(DeviceFault("publication of table slices", expected="copies that can be queued",
-                                   got=repr(error), remedy="close the store", clause="C11.2"))
+            self._latch_broken("publication of table slices", error)
             raise
         for pool, gained in slices.items():
             spaces = self._ledgers.spaces[pool]
@@ -627,8 +626,18 @@ class Store(StoreEvidence):
         return self._ledgers.continuations.retained[pool].spaces[number]
 
     def _withdraw(self) -> None:
-        with self._latching():
-            self._actions.withdraw()
+        try:
+            with self._latching():
+                self._actions.withdraw()
+        except BaseException as error:
+            # The pages are members no longer, and a table still names them.
+            self._latch_broken("withdrawal of table entries", error)
+            raise
+
+    def _latch_broken(self, what: str, error: BaseException) -> None:
+        """Stop the store where ledgers have moved on and a table could not follow; a first fault stays.  (C12.4)"""
+        self.latch(DeviceFault(what, expected="copies that can be queued", got=repr(error), remedy="close the store",
+                               clause="C11.2"))
 
     def _settle(self) -> None:
         """End an operation that may have changed memberships: withdraw entries (sanitizer mode), tell observers."""

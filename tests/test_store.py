@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -90,6 +91,26 @@ def test_a_device_error_latches_the_store() -> None:
         with pytest.raises(pk.StoreLatched):
             store.try_activate(prompt_tokens=1, output_tokens=1)
         assert store.memory_summary()["main"]["reserved_pages"] == 1
+
+
+def test_a_withdrawal_that_breaks_off_latches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C11.1, C12.4: the pages are trimmed by then, and the table of a sanitized store still names one."""
+    with pk.open_store(dataclasses.replace(CONFIG, sanitizer=True), device="cpu") as store:
+        sequence = store.activate(prompt_tokens=100, output_tokens=20)
+        batch = store.batch([sequence])
+        store.ensure_mapped_to_tokens(sequence, 70)
+
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.device, "copy", fail)
+            with pytest.raises(MemoryError):
+                store.trim(batch)
+
+        assert store.evidence is not None
+        with pytest.raises(pk.StoreLatched, match="withdrawal"):
+            store.begin_unit(batch, 1)
 
 
 def test_another_thread_is_refused() -> None:

@@ -337,6 +337,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C12.4", "a device error does not latch the store", "pagedkv/store_life.py",
            "        if isinstance(error, DeviceFault):\n            self._store.latch(error)\n",
            "        del error\n", ("tests/test_store.py",)),
+    Mutant("C12.4", "a withdrawal that breaks off does not latch the store", "pagedkv/store.py",
+           '            self._latch_broken("withdrawal of table entries", error)\n', "", ("tests/test_store.py",)),
     Mutant("C12.4", "a journal leaves refusals out", "pagedkv/journal.py",
            "            self._write(operation.__name__, given, refusal_words(error))\n", "            del error\n",
            (JOURNAL,)),
