@@ -251,13 +251,14 @@ def fuzz(seed: int, events: int, device: str, as_json: bool) -> None:
     A difference is a finding: exit code 1, with seed, event and the shortest history that shows it.
     """
     from pagedkv.tools import fuzz as fuzzing
+    from pagedkv.tools.finding import FuzzFound
 
     begin = time.perf_counter()
     try:
         counts = fuzzing.fuzz(
             seed, events, device=device, progress=lambda done, total: progress_line(f"{done} of {total} events")
         )
-    except fuzzing.FuzzFound as found:
+    except FuzzFound as found:
         progress_line("")
         if as_json:
             click.echo(json.dumps(found.finding.as_json()))

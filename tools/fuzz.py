@@ -6,13 +6,14 @@
 
 Each round has its own store.  A call that the model refuses must raise one of the errors it names, or answer with a
 refusal that carries its numbers, and leave every observable as it was; so must one whose n-th launch or copy fails
-(C10.2).  Every column that a unit may write gets a tag, through the device table, and what is committed must be read
-through it later, whatever was forked, moved, truncated or handed on meanwhile.
+(C10.2), unless that breaks a publication off: then the store must be latched, and its walk ends (C12.4).  Every column
+that a unit may write gets a tag, through the device table, and what is committed must be read through it later,
+whatever was forked, moved, truncated or handed on meanwhile.
 
 A finding names seed and event, and the shortest list of events that still shows one: the walk is run again with
 events left out, until none can go or the time is over.
 
-Read next: `shortest.py`.
+Read next: `finding.py`, what is told of one; `shortest.py`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from typing import Any, TextIO, TypeVar, cast
 
 import numpy as np
 
 import pagedkv as pk
 from pagedkv.tools.faulty_device import FaultyDevice, InjectedFault
+from pagedkv.tools.finding import Finding, FuzzFound
 from pagedkv.tools.fuzz_events import MISUSES, Event, EventDrawer, WalkShape, draw_shape
+from pagedkv.tools.latched_store import require_latched
 from pagedkv.tools.ledger_model import (
     ContinuationModel,
+    GrowthShape,
     LedgerModel,
     PoolShape,
     SequenceModel,
@@ -59,66 +62,23 @@ FINDINGS = (AssertionError, pk.PagedKVError, ArithmeticError, AttributeError, Lo
 """What a broken store raises: a comparison that fails, an error that is not right, or an accident inside."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A walk that found something.
-
-    Attributes:
-        seed: of all walks, and `round_seed` of this one; `event` is its number within the round.
-        message: what differed.
-        last: events before it, in order.
-        shortest: the fewest events that were found to show something, and `shortest_message` what they show.
-        journal: lines of their journal, which `pagedkv journal replay` runs on the ledgers alone.
-    """
-
-    seed: int
-    round_seed: int
-    event: int
-    shape: WalkShape
-    message: str
-    last: tuple[Event, ...]
-    shortest: tuple[Event, ...]
-    shortest_message: str
-    journal: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what `pagedkv fuzz --json` prints."""
-        history = [{"number": event.number, "kind": event.kind, **event.arguments} for event in self.shortest]
-        told = {"message": self.message, "store": asdict(self.shape), "shortest_message": self.shortest_message}
-        where = {"round": self.round_seed, "event": self.event}
-        evidence = {"shortest": history, "journal": list(self.journal)}
-        return {"schema": 1, "seed": self.seed, "finding": {**where, **told, **evidence}}
-
-    def __str__(self) -> str:
-        last = "\n".join(f"  {event}" for event in self.last)
-        short = "\n".join(f"  {event}" for event in self.shortest)
-        return (
-            f"seed {self.seed}, round {self.round_seed}, event {self.event}: {self.message}\n"
-            f"store: {self.shape}\nlast events:\n{last}\n"
-            f"shortest history, {len(self.shortest)} events, then: {self.shortest_message}\n{short}\n"
-            "its journal, for pagedkv journal replay:\n" + "".join(self.journal)
-        )
-
-
-class FuzzFound(AssertionError):
-    """A walk found something; `finding` says what."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(str(finding))
-        self.finding = finding
-
-
 class Refused:
     """What `Walk.call` gives for a call that was refused, as it had to be."""
 
 
+class Broken:
+    """What `Walk.publish` gives for a call whose publication was made to fail."""
+
+
 REFUSED = Refused()
+BROKEN = Broken()
 
 
 class Walk:
     """One store, its model, and what the events so far have made.
 
     Attributes:
+        is_over: a publication broke off, so the store was latched and is closed; later events do nothing.
         counts: how often each kind of event, error and refusal happened.
     """
 
@@ -130,7 +90,10 @@ class Walk:
         self.model = LedgerModel(
             {pool.name: PoolShape(pool.pages, pool.lead_tokens) for pool in config.pools},
             max_context=config.max_context, max_concurrency=config.max_concurrency,
+            growth=GrowthShape(shape.lease_window, config.decode_columns + shape.forced_span)
+            if shape.lease_window else None,
         )  # fmt: skip
+        self.is_over = False
         self.sequences: dict[int, tuple[SequenceModel, pk.Sequence]] = {}
         self.continuations: dict[int, tuple[ContinuationModel, pk.Continuation]] = {}
         self.units: dict[int, tuple[UnitModel, pk.SubmittedUnit]] = {}
@@ -161,6 +124,8 @@ class Walk:
     def perform(self, event: Event) -> bool:
         """Let an event happen in the model and in the store, and compare; False: what it acts on was never made."""
         arguments = event.arguments
+        if self.is_over:
+            return False
         for name, made in (("sequence", self.sequences), ("continuation", self.continuations), ("unit", self.units),
                            ("source", self.continuations), ("batch", self.batches)):  # fmt: skip
             if name in arguments and arguments[name] not in made:
@@ -169,6 +134,8 @@ class Walk:
             return False
         self.counts[event.kind] += 1
         getattr(self, f"_{event.kind}")(event.number, **arguments)
+        if self.is_over:
+            return True
         self.compare_ledgers()
         if event.kind in MOVES_BYTES or event.number % BYTES_EVERY == 0:
             self.compare_bytes()
@@ -230,7 +197,9 @@ class Walk:
         _same("continuations", sorted(current, key=repr), sorted(store.continuations(), key=repr))
 
     def end_everything(self) -> None:
-        """Finish all there is; every page of every pool is available again."""
+        """Finish all there is; every page of every pool is available again.  A walk that is over has ended already."""
+        if self.is_over:
+            return
         self.compare_ledgers()
         self.compare_bytes()
         for unit, submitted in self.units.values():
@@ -361,7 +330,7 @@ class Walk:
 
     def _begin(
         self, number: int, columns: dict[str, Wanted], form: int, sequences: list[int] | None = None,
-        batch: int | None = None,
+        batch: int | None = None, fail_at: int = 0,
     ) -> None:  # fmt: skip
         chosen = self._chosen(number, sequences, batch)
         if chosen is None:
@@ -370,10 +339,13 @@ class Walk:
         errors = self.model.begin_errors(models, columns)
         published = self.store.published_slices
         given = as_given(columns, form)
-        unit = self.call(errors, lambda: self.store.begin_unit(made, given, name="fuzz"))
-        if not isinstance(unit, pk.SubmittedUnit):
+        unit = self.publish(errors, lambda: self.store.begin_unit(made, given, name="fuzz"), fail_at)
+        if unit is REFUSED:
             return
         model, slices = self.model.begin(number, models, columns)
+        if not isinstance(unit, pk.SubmittedUnit):
+            self._end_latched()
+            return
         _same("published slices", slices, self.store.published_slices - published)
         _same("columns", model.columns, {pool: part.tolist() for pool, part in unit.columns.items()})
         _same("first positions", model.firsts, {pool: part.tolist() for pool, part in unit.first_positions.items()})
@@ -392,7 +364,7 @@ class Walk:
                     block, offset = divmod(position, pk.PAGE_TOKENS)
                     count = min(pk.PAGE_TOKENS - offset, end - position)
                     page = int(table[row, block])
-                    if not 0 <= page < len(plane):
+                    if not 0 <= page < self.model.pools[pool].capacity:
                         raise AssertionError(f"pool {pool} row {row}: the device table names page {page} at {block}")
                     rows = np.repeat(tags[position - first : position - first + count, None], plane.shape[-1], axis=1)
                     self.device.copy(plane[page, offset : offset + count], rows, self.store.stream)
@@ -414,19 +386,39 @@ class Walk:
 
     # ---- events: between units --------------------------------------------------------------------
 
+    def _round(self, number: int, sequences: list[int] | None = None, batch: int | None = None) -> None:
+        chosen = self._chosen(number, sequences, batch)
+        if chosen is None:
+            return
+        models, made = chosen
+        answer = self.call(self.model.round_errors(models), lambda: self.store.begin_round(made))
+        if isinstance(answer, Refused):
+            return
+        thin = sum(self.model.is_thin(model) for model in models)
+        short = self.model.begin_round(models)
+        rows = {handle: model.row for model, handle in self.sequences.values()}
+        _same("rows that were not extended", [model.row for model in short], [rows[handle] for handle in answer])
+        self.counts["extended rows"] += thin - len(short)
+        self.counts["rows not extended"] += len(short)
+
     def _trim(
-        self, number: int, pool: str, provisional: Wanted, sequences: list[int] | None = None, batch: int | None = None
-    ) -> None:
+        self, number: int, pool: str, provisional: Wanted, sequences: list[int] | None = None,
+        batch: int | None = None, fail_at: int = 0,
+    ) -> None:  # fmt: skip
         chosen = self._chosen(number, sequences, batch)
         if chosen is None:
             return
         models, made = chosen
         errors = self.model.trim_errors(models, pool, provisional)
-        pages = self.call(errors, lambda: self.store.trim(made, pool, provisional))
-        if pages is not REFUSED:
-            expected = self.model.trim(models, pool, provisional)
-            _same("trimmed pages", expected, pages)
-            self.counts["trimmed pages"] += expected
+        pages = self.publish(errors, lambda: self.store.trim(made, pool, provisional), fail_at)
+        if pages is REFUSED:
+            return
+        expected = self.model.trim(models, pool, provisional)
+        if pages is BROKEN:
+            self._end_latched()
+            return
+        _same("trimmed pages", expected, pages)
+        self.counts["trimmed pages"] += expected
 
     def _truncate(
         self, _number: int, pool: str, tokens: int, sequence: int | None = None, continuation: int | None = None
@@ -439,13 +431,18 @@ class Walk:
             self.model.truncate(model, pool, tokens)
             self.counts["cut continuations"] += sequence is None
 
-    def _ensure(self, _number: int, sequence: int, pool: str, tokens: int) -> None:
+    def _ensure(self, _number: int, sequence: int, pool: str, tokens: int, fail_at: int = 0) -> None:
         model, handle = self.sequences[sequence]
         errors = self.model.ensure_errors(model, pool, tokens)
         published = self.store.published_slices
-        if self.call(errors, lambda: self.store.ensure_mapped_to_tokens(handle, tokens, pool)) is not REFUSED:
-            slices = self.model.ensure(model, pool, tokens)
-            _same("published slices", slices, self.store.published_slices - published)
+        answer = self.publish(errors, lambda: self.store.ensure_mapped_to_tokens(handle, tokens, pool), fail_at)
+        if answer is REFUSED:
+            return
+        slices = self.model.ensure(model, pool, tokens)
+        if answer is BROKEN:
+            self._end_latched()
+            return
+        _same("published slices", slices, self.store.published_slices - published)
 
     def _abort(self, _number: int, sequence: int) -> None:
         model, handle = self.sequences[sequence]
@@ -508,6 +505,28 @@ class Walk:
         if errors:
             raise AssertionError(f"nothing was raised, model {sorted(errors)}")
         return answer
+
+    def publish(self, errors: set[str], call: Callable[[], T], fail_at: int) -> T | Refused | Broken:
+        """Make a call, as `call` does, that changes tables behind the ledgers, and in which a launch or copy may fail.
+
+        Returns:
+            What the call returned, REFUSED, or BROKEN: the ledgers have moved on, and the store must be latched.
+        """
+        faults = self.device.faults
+        try:
+            with self.device.failing_at(fail_at) if fail_at else nullcontext():
+                answer = self.call(errors, call)
+        except InjectedFault:
+            return BROKEN
+        if self.device.faults != faults:
+            raise AssertionError("a launch or copy failed, and the call succeeded")
+        return answer
+
+    def _end_latched(self) -> None:
+        """End the walk of a store whose publication broke off: it answers for itself, and can be closed.  (C12.4)"""
+        self.is_over = True
+        self.counts["broken publications"] += 1
+        require_latched(self.store, self.model)
 
     def _granted(self, call: Callable[[], T], fail_at: int, before: pk.StoreInspection) -> T | Refused:
         """Make a call that may answer with a refusal, or in which a launch or copy fails: then nothing changed."""
@@ -582,8 +601,10 @@ def replay(
     return None
 
 
-def walk_once(seed: int, round_seed: int, events: int, device: FaultyDevice, *, shorten_seconds: float) -> Counter[str]:
-    """Walk one round of so many events; return how often each thing happened.
+def walk_once(
+    seed: int, round_seed: int, events: int, device: FaultyDevice, *, shorten_seconds: float
+) -> tuple[Counter[str], int]:
+    """Walk one round of at most so many events; return how often each thing happened, and how many they were.
 
     Raises:
         FuzzFound: something was found.
@@ -597,6 +618,8 @@ def walk_once(seed: int, round_seed: int, events: int, device: FaultyDevice, *, 
         for number in range(1, events + 1):
             past.append(drawer.draw(number))
             walk.perform(past[-1])
+            if walk.is_over:
+                break
             if number in walk.batches:
                 drawer.keep_batch(number, walk.batches[number][0])
         walk.end_everything()
@@ -611,7 +634,7 @@ def walk_once(seed: int, round_seed: int, events: int, device: FaultyDevice, *, 
             tuple(journal.getvalue().splitlines(keepends=True)),
         )
         raise FuzzFound(finding) from found
-    return walk.counts
+    return walk.counts, len(past)
 
 
 def fuzz(
@@ -635,11 +658,14 @@ def fuzz(
     """
     counts: Counter[str] = Counter()
     shared = FaultyDevice(pk.open_device(device))
-    for done in range(0, events, EVENTS_A_ROUND):
+    done = 0
+    while done < events:
         part = min(EVENTS_A_ROUND, events - done)
-        counts += walk_once(seed, seed * 1_000_003 + done, part, shared, shorten_seconds=shorten_seconds)
+        told, walked = walk_once(seed, seed * 1_000_003 + done, part, shared, shorten_seconds=shorten_seconds)
+        counts += told
+        done += walked
         if progress is not None:
-            progress(done + part, events)
+            progress(done, events)
     return counts
 
 

@@ -36,6 +36,9 @@ Arguments = dict[str, Any]
 RETAINED_MANY = 5
 """Continuations from which on releases and moves are preferred, so that pools do not fill with them for good."""
 
+KIND_OF = {"overreach": "begin", "use_up": "begin", "resume": "activate", "cut": "truncate"}
+"""The kind of an event whose drawer is called otherwise."""
+
 MISUSES = 12
 """How many calls `fuzz.py` knows that are never right."""
 
@@ -62,6 +65,10 @@ class WalkShape:
         backend: "", "mtp" or "draft".
         draft_window: K of MTP, 0 otherwise.
         role: the plane whose bytes are written and compared.
+        lease_window: tokens of the window of lease growth; 0 without it.
+        forced_span: the most tokens that are appended at once without sampling.
+        decode_columns: W of the widest unit; 0 takes what the backend needs.
+        sanitizer: whether tables and pages are watched for corruption.
     """
 
     max_context: int
@@ -70,6 +77,10 @@ class WalkShape:
     backend: str
     draft_window: int
     role: str
+    lease_window: int = 0
+    forced_span: int = 0
+    decode_columns: int = 0
+    sanitizer: bool = False
 
     def config(self) -> pk.StoreConfig:
         """Return the configuration of the store."""
@@ -82,21 +93,36 @@ class WalkShape:
         return pk.StoreConfig(
             geometry, profile="bf16", max_context=self.max_context, max_concurrency=self.max_concurrency,
             kv_capacity=pk.ExplicitCapacity(max(self.pages * pk.PAGE_TOKENS, self.max_context)),
-            backend=backend, prefill_columns_max=16,
+            backend=backend, prefill_columns_max=16, decode_columns_max=self.decode_columns or None,
+            kv_lease_growth=self.lease_window > 0, lease_window_tokens=self.lease_window or pk.PAGE_TOKENS,
+            forced_span_tokens=self.forced_span, sanitizer=self.sanitizer,
         )  # fmt: skip
 
 
 def draw_shape(rng: random.Random) -> WalkShape:
-    """Draw a small store: any context, one to five rows, no more pages than lanes can use, any backend."""
+    """Draw a small store: any context, one to five rows, no more pages than lanes can use, any backend.
+
+    One of three has lease growth: it has more context than a first window, and rather fewer pages.
+    """
+    grows, is_watched = rng.random() < 1 / 3, rng.random() < 0.15
     max_context = rng.choice((rng.randint(1, 400), rng.randint(128, 448), rng.randint(128, 448)))
     max_concurrency = rng.randint(1, 5)
-    if rng.random() < 0.05:  # more than one binding window of 64 pages
+    if grows:
+        max_context = rng.randint(400, 900)
+    elif rng.random() < 0.05:  # more than one binding window of 64 pages
         max_context, max_concurrency = rng.randint(64 * 66, 64 * 80), rng.randint(1, 2)
     blocks = pages_of(max_context)
     least, most = max(blocks, max_concurrency), blocks * max_concurrency
     pages = max(rng.randint(least, most), rng.randint(least, most))
     backend, window = rng.choice((("", 0), ("mtp", 1), ("mtp", 2), ("mtp", 5), ("mtp", 15), ("draft", 0), ("draft", 0)))
-    return WalkShape(max_context, max_concurrency, pages, backend, window, rng.choice(("k_code", "v_code")))
+    role = rng.choice(("k_code", "v_code"))
+    if not grows:
+        return WalkShape(max_context, max_concurrency, pages, backend, window, role, sanitizer=is_watched)
+    return WalkShape(
+        max_context, max_concurrency, min(pages, least + rng.randint(0, blocks)), backend, window, role,
+        lease_window=rng.choice((1, 100, 130, 200)), forced_span=rng.choice((0, 30, 64, 100)),
+        decode_columns=rng.choice((0, rng.randint(window + 1, 16))), sanitizer=is_watched,
+    )  # fmt: skip
 
 
 @dataclass
@@ -114,11 +140,15 @@ class EventDrawer:
         self.is_bold = False
         self.leads = rng.random() < 0.3  # whether backends run ahead of Main
         self.reach = rng.choice((300, 6000) if is_long else (3, 70, 300, 300))
+        self.is_fragile = rng.random() < 0.2  # whether publications break off, which ends a walk
         weights: dict[Callable[[], Arguments | None], float] = {
             self.activate: 7, self.begin: 26, self.commit: 26, self.fail: 3, self.trim: 8, self.truncate: 8,
             self.ensure: 3, self.finish: 9, self.abort: 1, self.batch: 2, self.misuse: 1, self.overreach: 3,
             self.resume: 24, self.snapshot: 8, self.release: 4, self.protect: 6, self.cut: 8, self.attach: 1,
+            self.round: 1,
         }  # fmt: skip
+        if self.model.growth is not None:  # rows that live long enough to use their leases up
+            weights |= {self.round: 26, self.use_up: 26, self.truncate: 2, self.finish: 4, self.release: 8}
         self.kinds = list(weights)
         self.weights = [weight * rng.choice((0.2, 1.0, 1.0, 3.0)) for weight in weights.values()]
 
@@ -133,7 +163,7 @@ class EventDrawer:
             kind = self.rng.choices(self.kinds, self.weights)[0]
             arguments = kind()
             if arguments is not None:
-                name = {"overreach": "begin", "resume": "activate", "cut": "truncate"}.get(kind.__name__, kind.__name__)
+                name = KIND_OF.get(kind.__name__, kind.__name__)
                 return Event(number, name, arguments)
 
     # ---- activations ------------------------------------------------------------------------------
@@ -150,6 +180,8 @@ class EventDrawer:
         if self._is_bold():
             total = ceiling + self.rng.choice((1, 63, 64, 10_000))
         prompt = self.rng.randint(1, total)
+        if self.model.growth is not None and total < ceiling and self.rng.random() < 0.9:  # one that grows
+            prompt, total = min(prompt, self.rng.randint(1, 64)), ceiling - self.rng.randint(0, ceiling // 4)
         return {"prompt": prompt, "output": total - prompt}
 
     def resume(self) -> Arguments | None:
@@ -179,9 +211,13 @@ class EventDrawer:
             ))  # fmt: skip
         room = max(self.model.max_context - main, 0)
         total = rng.choice((0, min(1, room), rng.randint(0, min(room, 70)), rng.randint(0, room), room))
+        if self.model.growth is not None and rng.random() < 0.5:
+            total = room
         if self._is_bold():
             total = room + rng.choice((1, 64))
         prompt = rng.randint(0, total)
+        if self.model.growth is not None:
+            prompt = min(prompt, rng.randint(0, 64))
         keeps = rng.random() < (0.4 if len(self.model.retained) > RETAINED_MANY else 0.6)
         made = {"prompt": prompt, "output": total - prompt, "source": continuation.name, "frontier": frontier,
                 "keeps": keeps}  # fmt: skip
@@ -259,7 +295,8 @@ class EventDrawer:
         if chosen is None:
             return None
         named, sequences = chosen
-        return {**named, "columns": self._columns(sequences), "form": self.rng.randrange(3)}
+        made = {**named, "columns": self._columns(sequences), "form": self.rng.randrange(3)}
+        return self._breaking(made)
 
     def overreach(self) -> Arguments | None:
         """A unit that fills every pool of one sequence to its limit, and one pool perhaps beyond it."""
@@ -275,6 +312,22 @@ class EventDrawer:
                 end = self.rng.choice((space.entitlement * pk.PAGE_TOKENS, context)) + self.rng.randint(0, 1)
             columns[pool] = end - space.frontier
         return {"sequences": [sequence.name], "columns": columns, "form": 1}
+
+    def use_up(self) -> Arguments | None:
+        """A unit into the cushion of a row that may still grow; its backend, where it takes part, runs as far."""
+        growing = [one for one in self.model.active
+                   if one.unit is None and any(space.entitlement < space.full for space in one.spaces.values())]
+        if not growing or self.model.growth is None:
+            return None
+        sequence = self.rng.choice(growing)
+        columns: dict[str, Wanted] = {}
+        for pool in self.rng.sample(list(self.model.pools), self.rng.randint(1, len(self.model.pools))):
+            space = sequence.spaces[pool]
+            ceiling = min(space.entitlement * pk.PAGE_TOKENS, self.model.max_context)
+            low = ceiling - self.model.growth.cushion_pages * pk.PAGE_TOKENS
+            end = self.rng.choice((low, low + 1, ceiling, ceiling, self.rng.randint(low, ceiling)))
+            columns[pool] = max(end - space.frontier, 0)
+        return {"sequences": [sequence.name], "columns": columns, "form": 0}
 
     def commit(self) -> Arguments | None:
         """A commit of a unit in flight, mostly in part; sometimes of one that has ended, or of too much."""
@@ -292,6 +345,14 @@ class EventDrawer:
 
     # ---- between units ----------------------------------------------------------------------------
 
+    def round(self) -> Arguments | None:
+        """The beginning of a round of a batch, mostly where a row is about to use its lease up."""
+        thin = [one for one in self.model.active if one.unit is None and self.model.is_thin(one)]
+        if thin and self.rng.random() < 0.85:
+            return {"sequences": [one.name for one in self.rng.sample(thin, self.rng.randint(1, len(thin)))]}
+        chosen = self._batch()
+        return None if chosen is None else chosen[0]
+
     def trim(self) -> Arguments | None:
         """A trim of a batch in one pool, with or without provisional columns."""
         chosen = self._batch()
@@ -303,7 +364,7 @@ class EventDrawer:
             provisional = [self.rng.randint(0, 130) for _ in sequences]
         if self._is_bold():
             provisional = self.rng.choice((-1, [0] * (len(sequences) + 1), 1 << 31))
-        return {**named, "pool": self._pool(), "provisional": provisional}
+        return self._breaking({**named, "pool": self._pool(), "provisional": provisional})
 
     def truncate(self) -> Arguments | None:
         """A lower frontier of a sequence, from 0 to what it is; sometimes above it or below 0."""
@@ -330,7 +391,7 @@ class EventDrawer:
         tokens = self.rng.choice((0, room, self.rng.randint(0, room)))
         if self._is_bold():
             tokens = self.rng.choice((-1, space.entitlement * pk.PAGE_TOKENS + 1, self.model.max_context + 1))
-        return {"sequence": sequence.name, "pool": pool, "tokens": tokens}
+        return self._breaking({"sequence": sequence.name, "pool": pool, "tokens": tokens})
 
     def finish(self) -> Arguments | None:
         """The end of a sequence, with or without a continuation; sometimes in flight, or the second time."""
@@ -354,6 +415,12 @@ class EventDrawer:
     def _is_bold(self) -> bool:
         """Say whether this event breaks a rule on purpose."""
         return self.is_bold and self.rng.random() < 0.6
+
+    def _breaking(self, made: Arguments) -> Arguments:
+        """Let a copy or launch of a publication fail, seldom and in few walks: nothing comes after it."""
+        if self.is_fragile and self.rng.random() < 0.15:
+            made["fail_at"] = self.rng.choice((1, 1, 2, 3))
+        return made
 
     def _position(self, tokens: int) -> int:
         """Return a position in [0, tokens]: an end, a page boundary, one beside it, or any."""

@@ -42,6 +42,24 @@ class PoolShape:
     lead_tokens: int
 
 
+@dataclass(frozen=True)
+class GrowthShape:
+    """What the model must know of lease growth: its window, and the next launch with one forced span.  (C9.2)"""
+
+    window_tokens: int
+    widest_tokens: int
+
+    @property
+    def cushion_pages(self) -> int:
+        """Pages behind the window that a row which was not extended runs on."""
+        return pages_of(self.widest_tokens) + 1
+
+    @property
+    def ladder_pages(self) -> list[int]:
+        """What a round tries to add: the window, then less of it."""
+        return sorted({pages_of(min(tokens, self.window_tokens)) for tokens in (self.window_tokens, 128, 64)})[::-1]
+
+
 @dataclass(eq=False, slots=True)
 class Page:
     """One page that belongs to a space, as observed; None until it is observed for the first time.
@@ -67,12 +85,17 @@ class Page:
 
 @dataclass(eq=False)
 class Space:
-    """One address space: pages it is entitled to, pages that belong to it, tokens committed and protected."""
+    """One address space: pages it is entitled to, pages that belong to it, tokens committed and protected.
+
+    Attributes:
+        full: pages that its entitlement may grow to; the entitlement itself without lease growth.
+    """
 
     entitlement: int
     pages: list[Page] = field(default_factory=list)
     frontier: int = 0
     protected: int = 0
+    full: int = 0
 
 
 @dataclass(eq=False)
@@ -141,8 +164,12 @@ class RightRefusal:
 class LedgerModel:
     """What a store with these pools shows."""
 
-    def __init__(self, pools: Mapping[str, PoolShape], *, max_context: int, max_concurrency: int) -> None:
+    def __init__(
+        self, pools: Mapping[str, PoolShape], *, max_context: int, max_concurrency: int,
+        growth: GrowthShape | None = None,
+    ) -> None:  # fmt: skip
         self.pools = dict(pools)
+        self.growth = growth
         self.max_context = max_context
         self.max_concurrency = max_concurrency
         self.sequences: list[SequenceModel] = []
@@ -219,6 +246,14 @@ class LedgerModel:
         return {"main": target.frontier} if isinstance(target.frontier, int) else dict(target.frontier)
 
     def entitlements(self, target: Target) -> dict[str, int]:
+        """Return pages per pool: all of them, or with growth those of the window and the cushion.  (C9.2)"""
+        full = self.full_entitlements(target)
+        if self.growth is None:
+            return full
+        near = self.total_tokens(target) - target.output + min(target.output, self.growth.window_tokens)
+        return {pool: min(pages, pages_of(near) + self.growth.cushion_pages) for pool, pages in full.items()}
+
+    def full_entitlements(self, target: Target) -> dict[str, int]:
         """Return pages per pool: the budget and the pool's lead, at most L.  (C9.2, C5.6)"""
         ceiling, total = pages_of(self.max_context), self.total_tokens(target)
         return {name: min(pages_of(total + shape.lead_tokens), ceiling) for name, shape in self.pools.items()}
@@ -268,8 +303,9 @@ class LedgerModel:
         assert row not in [sequence.row for sequence in self.active], f"row {row} is leased twice"
         spaces: dict[str, Space] = {}
         left: list[tuple[str, Page]] = []
+        full = self.full_entitlements(target)
         for pool, entitlement in self.entitlements(target).items():
-            spaces[pool] = space = Space(entitlement, frontier=self.frontiers(target)[pool])
+            spaces[pool] = space = Space(entitlement, frontier=self.frontiers(target)[pool], full=full[pool])
             if target.source is None:
                 continue
             old = target.source.spaces[pool]
@@ -444,6 +480,35 @@ class LedgerModel:
                 self.finish(sequence)
 
     # ---- between units ----------------------------------------------------------------------------
+
+    def round_errors(self, sequences: list[SequenceModel]) -> set[str]:
+        """Errors of the beginning of a round: stale handles, rows in flight."""
+        return self._stale(sequences) | self._in_flight(sequences)
+
+    def begin_round(self, sequences: list[SequenceModel]) -> list[SequenceModel]:
+        """Extend every row that has reached its cushion, in batch order; return those that got nothing.  (C9.2)"""
+        return [sequence for sequence in sequences if self.is_thin(sequence) and not self._extend(sequence)]
+
+    def is_thin(self, sequence: SequenceModel) -> bool:
+        """Say whether less than the cushion is left in some pool that may still grow."""
+        if self.growth is None:
+            return False
+        cushion = self.growth.cushion_pages
+        return any(
+            space.entitlement < min(pages_of(space.frontier) + cushion, space.full)
+            for space in sequence.spaces.values()
+        )
+
+    def _extend(self, sequence: SequenceModel) -> bool:
+        """Add the first rung that every pool grants, none of them beyond its full entitlement."""
+        assert self.growth is not None, "nothing grows"
+        for rung in self.growth.ladder_pages:
+            gained = {pool: min(rung, space.full - space.entitlement) for pool, space in sequence.spaces.items()}
+            if all(pages <= self.available(pool) for pool, pages in gained.items()):
+                for pool, pages in gained.items():
+                    sequence.spaces[pool].entitlement += pages
+                return True
+        return False
 
     def ensure_errors(self, sequence: SequenceModel, pool: str, tokens: int) -> set[str]:
         """Errors of mapping ahead; a row in flight may be mapped beyond its range."""

@@ -19,6 +19,7 @@ from pagedkv.address_space import AddressSpaces
 from pagedkv.continuation import Continuations
 from pagedkv.device_actions import DeviceActions
 from pagedkv.free_runs import FreeRuns
+from pagedkv.lease_growth import LeaseGrowth
 from pagedkv.ledgers import StoreLedgers
 from pagedkv.logical_pages import LogicalPages
 from pagedkv.pool import PagePool
@@ -333,6 +334,45 @@ IN_SHARED_PAGES = (
     ),
 )  # fmt: skip
 
+IN_GROWTH = (
+    Planted(
+        "an activation reserves no window", LeaseGrowth, "first_pages",
+        "filled_tokens + self.window_tokens", "filled_tokens",
+    ),
+    Planted("an activation reserves no cushion", LeaseGrowth, "first_pages", " + self.cushion_pages", ""),
+    Planted("the entitlement passes the budget", LeaseGrowth, "first_pages", "min(full_pages, ", "max(0, "),
+    Planted("the cushion holds no forced span", LeaseGrowth, "__init__", " + config.forced_span_tokens", ""),
+    Planted(
+        "the cushion lacks its spare page", LeaseGrowth, "__init__", "forced_span_tokens) + 1", "forced_span_tokens)",
+    ),
+    Planted("an extension gives a page too many", LeaseGrowth, "_extend", "pages=pages)", "pages=pages + 1)"),
+    Planted(
+        "an extension passes the budget", LeaseGrowth, "_extend",
+        "min(rung, int(self.full_pages[name][row]) - spaces.entitlement_pages(row))", "rung",
+    ),
+    Planted(
+        "only the first pool is asked", LeaseGrowth, "_extend",
+        "for name, pages in wanted.items()]) is None", "for name, pages in list(wanted.items())[:1]]) is None",
+    ),
+    Planted(
+        "an extension is not reserved", LeaseGrowth, "_extend",
+        "try_reserve_bundle([(self.spaces[name].pool, pages) for name, pages in wanted.items()]) is None", "True",
+    ),
+    Planted("the threshold stays after an extension", LeaseGrowth, "_extend", "self._set_grow_at(name, row)", "pass"),
+    Planted(
+        "a row is thin a page late", LeaseGrowth, "_set_grow_at",
+        "(held - self.cushion_pages)", "(held - self.cushion_pages + 1)",
+    ),
+    Planted("a full row is thin for ever", LeaseGrowth, "_set_grow_at", "NEVER if is_full else ", ""),
+    Planted(
+        "a scarce round is answered with silence", LeaseGrowth, "begin_round",
+        "if not self._extend(", "if self._extend(",
+    ),
+    Planted("short rows are not marked", LeaseGrowth, "begin_round", "False if thin is None else thin[rows]", "False"),
+    Planted("an ended row keeps its threshold", LeaseGrowth, "close", "self.grow_at[name][row] = NEVER", "pass"),
+    Planted("an ended row stays short", LeaseGrowth, "close", "self.short[row] = False", "pass"),
+)  # fmt: skip
+
 ON_THE_DEVICE = (
     Planted(
         "the last entry of a membership is not published", DeviceActions, "publish_memberships",
@@ -350,9 +390,17 @@ ON_THE_DEVICE = (
         "a failed snapshot is not aborted", Store, "try_snapshot",
         "self._ledgers.abort_snapshot(prepared)", "pass",
     ),
+    Planted(
+        "a broken publication does not latch", Store, "_publish",
+        'self._latch_broken("publication of table slices", error)', "pass",
+    ),
+    Planted(
+        "a latched store still says what is covered", Store, "covered_columns",
+        'self._enter("covered_columns")', "pass",
+    ),
 )  # fmt: skip
 
 PLANTED = (
     *IN_MAPPING, *IN_COMMIT, *IN_TRIM_AND_TRUNCATE, *IN_POOLS, *IN_SEQUENCES, *IN_UNITS, *IN_ACTIVATIONS, *IN_SNAPSHOTS,
-    *IN_RETAINED, *IN_SHARED_PAGES, *ON_THE_DEVICE,
+    *IN_RETAINED, *IN_SHARED_PAGES, *IN_GROWTH, *ON_THE_DEVICE,
 )  # fmt: skip

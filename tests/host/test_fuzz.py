@@ -13,8 +13,10 @@ from click.testing import CliRunner
 import pagedkv as pk
 from pagedkv.pool import PagePool
 from pagedkv.tools import command
-from pagedkv.tools.fuzz import SHORTEN_SECONDS, FuzzFound, fuzz
+from pagedkv.tools.finding import FuzzFound
+from pagedkv.tools.fuzz import SHORTEN_SECONDS, fuzz
 from pagedkv.tools.fuzz_events import Event
+from pagedkv.tools.latched_store import ANSWERED, CALLS
 from pagedkv.tools.shortest import shortest
 from tests.host.planted import PLANTED, Planted
 
@@ -26,9 +28,10 @@ SEEDS_LONG = 10
 
 NEEDED = {
     "begin", "crossings", "commit", "fail", "trim", "trimmed pages", "truncate", "ensure", "finish", "abort",
-    "retained", "aborts in flight", "snapshot", "release", "protect", "attach", "cut continuations", "fresh", "forks",
-    "moves", "faults", "refused for pages", "refused for rows", "refused for context", "refused for provisional",
-    "StaleHandle", "UnitInFlight", "MisuseError", "EntitlementExceeded",
+    "retained", "aborts in flight", "snapshot", "release", "protect", "attach", "cut continuations", "fresh",
+    "forks", "moves", "round", "extended rows", "rows not extended", "broken publications", "faults",
+    "refused for pages", "refused for rows", "refused for context", "refused for provisional", "StaleHandle",
+    "UnitInFlight", "MisuseError", "EntitlementExceeded",
 }  # fmt: skip
 
 
@@ -80,6 +83,13 @@ def test_a_finding_comes_with_a_history_that_cannot_be_shorter(seed: int, monkey
     monkeypatch.undo()
     report = pk.replay_journal(finding.journal)
     assert report.difference is not None, "the ledgers as they should be answer otherwise"
+
+
+def test_every_call_of_a_latched_store_is_tried() -> None:
+    """C12.4: what a store offers is refused when it is latched, or is known to answer."""
+    methods = {name for name in dir(pk.Store) if not name.startswith("_") and callable(getattr(pk.Store, name))}
+
+    assert methods == CALLS.keys() | ANSWERED
 
 
 def test_shortest_keeps_what_shows_a_finding() -> None:

@@ -11,7 +11,7 @@ from pagedkv.activation import ActivationPlan, ActivationTarget, Refusal
 from pagedkv.check import check_ledgers
 from pagedkv.config import Backend, DraftFullBackend, MTPBackend
 from pagedkv.continuation import Continuation
-from pagedkv.errors import ConfigError, EntitlementExceeded, MisuseError, PagedKVError, StaleHandle, UnitInFlight
+from pagedkv.errors import ConfigError, EntitlementExceeded, MisuseError, StaleHandle, UnitInFlight
 from pagedkv.lease_growth import NEVER
 from pagedkv.ledgers import StoreLedgers
 from pagedkv.sequence import Sequence
@@ -29,8 +29,6 @@ from tests.host.builders import (
     snapshot,
     write,
 )
-from tests.host.growth_walk import PLANTED_IN_GROWTH, GrowthWalk
-from tests.host.planted import Planted
 
 
 def growing(
@@ -507,27 +505,3 @@ def test_a_row_whose_round_is_to_come_breaks_no_law() -> None:
     check_ledgers(ledgers)
     assert begin_round(ledgers, sequence) == []
     check_ledgers(ledgers)
-
-
-# ---- at random -------------------------------------------------------------------------------------
-
-
-def test_no_shortfall_leaves_a_round_by_exception(seed: int) -> None:
-    """C16.17, C16.10: 3,000 rounds of drafts, forced spans, forks and finishes, checked after every one."""
-    walk = GrowthWalk(seed)
-
-    counted = walk.run(3_000)
-    print(f"seed {seed}: {dict(counted)}")
-
-    wanted = {"extended", "unextended", "ended at its cover", "refused", "forced", "retained", "forked", "budget used"}
-    assert {name for name in wanted if not counted[name]} == set(), "a kind of event never happened"
-
-
-@pytest.mark.parametrize("planted", PLANTED_IN_GROWTH, ids=[planted.what for planted in PLANTED_IN_GROWTH])
-def test_a_bug_planted_in_growth_is_found(planted: Planted, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 3,000 rounds, by whatever it breaks first."""
-    planted.plant(monkeypatch)
-
-    with pytest.raises((AssertionError, PagedKVError)) as found:
-        GrowthWalk(seed).run(3_000)
-    print(f"{planted.what}: {str(found.value).splitlines()[0]}")
