@@ -5,15 +5,16 @@ Randomness comes from one seed: printed in the header and again beside each fail
 test sees the same numbers alone, in another order, or on another worker.
 
 Tests marked `deferred` run on the cpu device as it is and, three seeds each, on one that defers work (design 4);
-the long run adds seeds up to 50.  `--device-mode deferred --device-seeds N` runs every test so.
+the long run adds seeds up to 50.  `--device-mode deferred --device-seeds N` runs every test so.  Most tests leave
+a seed nothing to choose: `--note-choices FILE` lists those that do, and `--with-choices FILE` runs them alone.
 
 Read next: `test_layers.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Generator, Iterator
@@ -40,11 +41,14 @@ SEED_DEFAULT = 20_480
 DEFERRED_SEEDS = 3
 DEFERRED_SEEDS_LONG = 50
 ROOT = Path(__file__).resolve().parent.parent
+LISTED = pytest.StashKey[frozenset[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device-mode", default="", choices=("", "eager", "deferred"), help="one mode for every test")
     parser.addoption("--device-seeds", type=int, default=3, help="seeds of the deferred mode (%(default)s)")
+    parser.addoption("--note-choices", default="", help="a file that the tests are added to whose order a seed chose")
+    parser.addoption("--with-choices", default="", help="such a file: run the tests in it alone")
     parser.addoption("--seed", default=str(SEED_DEFAULT), help="an integer, or 'random' (%(default)s)")
 
 
@@ -74,6 +78,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_marked = "deferred" in marks
     if "eager_only" in marks:
         return
+    listed = _listed(metafunc.config)
+    if listed is not None and not any(name.startswith(f"{metafunc.definition.nodeid}[") for name in listed):
+        seeds = 1  # it will be deselected
     if mode == "deferred":
         modes = [pytest.param(number, id=f"deferred{number}") for number in range(seeds)]
     elif is_marked and not mode:
@@ -90,24 +97,52 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Only the cpu device has a deferred mode: the streams of another one are real.
-    parameters = {item: item.callspec.params for item in items if hasattr(item, "callspec")}
-    elsewhere = [
-        item for item, values in parameters.items()
-        if values.get("device_mode") is not None and values.get("device", "cpu") != "cpu"
-    ]  # fmt: skip
-    if elsewhere:
-        config.hook.pytest_deselected(items=elsewhere)
-        items[:] = [item for item in items if item not in set(elsewhere)]
+    kept = [item for item in items if not _is_deferred_elsewhere(item)]
+    listed = _listed(config)
+    if listed is not None:
+        kept = [item for item in kept if _seedless(item) in listed]
+    if len(kept) < len(items):
+        remaining = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
+        items[:] = kept
+
+
+def _listed(config: pytest.Config) -> frozenset[str] | None:
+    """Return the names of the tests to run alone, or None."""
+    path = config.option.with_choices
+    if path and LISTED not in config.stash:
+        config.stash[LISTED] = frozenset(Path(path).read_text().splitlines())
+    return config.stash.get(LISTED, None)
+
+
+def _is_deferred_elsewhere(item: pytest.Item) -> bool:
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    return values.get("device_mode") is not None and values.get("device", "cpu") != "cpu"
+
+
+def _seedless(item: pytest.Item) -> str:
+    """Return the name of a test without the seed that it runs with."""
+    return re.sub(r"deferred\d+", "deferred", item.nodeid)
 
 
 @pytest.fixture(autouse=True)
-def device_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+def device_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int | None]:
     """The deferred seed of every cpu device that the test opens by name; None for eager ones."""
     number: int | None = getattr(request, "param", None)
+    opened: list[CpuDevice] = []
+
+    def deferred(**options: Any) -> CpuDevice:
+        assert number is not None
+        opened.append(CpuDevice(mode="deferred", schedule=SCHEDULES[number % 3], seed=number, **options))
+        return opened[-1]
+
     if number is not None:
-        options: dict[str, Any] = {"mode": "deferred", "schedule": SCHEDULES[number % 3], "seed": number}
-        monkeypatch.setattr(devices, "CpuDevice", functools.partial(CpuDevice, **options))
-    return number
+        monkeypatch.setattr(devices, "CpuDevice", deferred)
+    yield number
+    note = request.config.option.note_choices
+    if note and any(device.order_choices for device in opened):
+        with Path(note).open("a") as lines:
+            lines.write(_seedless(request.node) + "\n")
 
 
 @pytest.fixture

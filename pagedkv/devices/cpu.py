@@ -129,6 +129,11 @@ class CpuDevice:
         return f"{line}; {self._reason}" if self._reason else line
 
     @property
+    def order_choices(self) -> int:
+        """How often the seed decided the order of work or the time of an event, in deferred mode; else 0."""
+        return 0 if self._context.queues is None else self._context.queues.choices
+
+    @property
     def driver_calls(self) -> int:
         """Launches, copies, calls, records, waits, queries, synchronizations and graph launches so far."""
         return self._context.driver_calls

@@ -55,11 +55,13 @@ class Queues:
 
     Attributes:
         host: clock of what the host knows to be done.
+        choices: how often the seed decided among several orders, or how late an event is; 0: every seed runs the same.
     """
 
     def __init__(self, memory: Memory, executor: Executor, *, schedule: str, seed: int) -> None:
         self.schedule = schedule
         self.host: Clock = {}
+        self.choices = 0
         self._memory = memory
         self._races = Races(memory, executor)
         self._executor = executor
@@ -138,6 +140,7 @@ class Queues:
     def query(self, clock: Clock, asked: int) -> bool:
         """Say whether what `clock` names has run, and let time pass; `asked` counts earlier questions."""
         if not self._has_run(clock):
+            self.choices += 1
             patience = self._random.randint(1, LATE_QUERIES_MAX) if self.schedule == "late" else 0
             if self.schedule != "random" and asked >= patience:
                 self._run_until(clock)
@@ -163,11 +166,15 @@ class Queues:
             elif self.schedule == "early" and len(needed) < len(runnable):
                 runnable = [stream for stream in runnable if stream not in needed]
             assert runnable, f"nothing can run, and {clock} is not reached"
-            self._run_next(self._random.choice(runnable))
+            self._run_next(self._chosen(runnable))
 
     def _run_some(self) -> None:
         if runnable := self._runnable():
-            self._run_next(self._random.choice(runnable))
+            self._run_next(self._chosen(runnable))
+
+    def _chosen(self, streams: list[int]) -> int:
+        self.choices += len(streams) > 1
+        return self._random.choice(streams)
 
     def _runnable(self) -> list[int]:
         return [stream for stream, queue in self._waiting.items() if queue and self._has_run(queue[0].after)]

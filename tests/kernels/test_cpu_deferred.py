@@ -145,6 +145,24 @@ def test_one_seed_repeats_and_seeds_differ() -> None:
     assert len({tuple(one) for one in orders}) > 1
 
 
+def test_a_device_says_whether_its_seed_had_a_choice(device: CpuDevice) -> None:
+    """One stream that is waited for leaves none: such a test need not run with fifty seeds."""
+    one, two, target = device.stream(), device.stream(), device.zeros(2, np.int32)
+    for _ in range(3):
+        device.call(one, add, target[:1], 1)
+    one.synchronize()
+    assert device.order_choices == 0
+
+    event = device.event()
+    device.call(one, add, target[:1], 1)
+    device.call(two, add, target[1:], 1)
+    one.record(event)
+    while not event.query():
+        pass
+    two.synchronize()
+    assert device.order_choices > 0
+
+
 def note(log: Any, number: int) -> None:
     log[0] += 1
     log[log[0]] = number + 1
