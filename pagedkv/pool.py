@@ -214,11 +214,12 @@ def try_reserve_bundle(requests: SequenceOf[tuple[PagePool, int]]) -> PagePool |
         None when every pool granted its pages, else the first pool that lacks them; then nothing changed.
 
     Raises:
-        MisuseError: no request, a pool named twice, or fewer than one page asked of a pool.
+        MisuseError: no request, a pool named twice, or no whole number of pages from 1 on asked of a pool.
     """
     pools = [pool for pool, _ in requests]
-    if not pools or len({id(pool) for pool in pools}) != len(pools) or any(pages < 1 for _, pages in requests):
-        raise MisuseError("a bundle reservation", expected="distinct pools, at least one page each",
+    has_counts = all(type(pages) is int and pages > 0 for _, pages in requests)
+    if not pools or len({id(pool) for pool in pools}) != len(pools) or not has_counts:
+        raise MisuseError("a bundle reservation", expected="distinct pools, an integer of at least one page each",
                           got=[(pool.name, pages) for pool, pages in requests],
                           remedy="name each enabled pool once", clause="C6.3")
     for pool, pages in requests:

@@ -226,11 +226,12 @@ def test_a_bundle_that_one_pool_lacks_changes_no_pool(main_pages: int, draft_pag
 
 
 def test_a_bundle_names_each_pool_once_and_asks_for_pages() -> None:
-    """The same pool twice, no pool, zero and negative pages are misuse.  (C6.3)"""
+    """The same pool twice, no pool, zero, negative and broken numbers of pages are misuse; nothing changed.  (C6.3)"""
     main, draft = PagePool("main", 4), PagePool("draft", 4)
 
     requests: tuple[list[tuple[PagePool, int]], ...] = (
         [(main, 1), (main, 1)], [], [(main, 0)], [(main, 1), (draft, 0)], [(main, 1), (draft, -1)],
+        [(main, 1), (draft, 1.5)],  # type: ignore[list-item]
     )  # fmt: skip
     for request in requests:
         with refused(MisuseError, "C6.3", main, draft):
