@@ -1,7 +1,8 @@
 """FaultyDevice: a device on which the n-th launch or copy from now on fails.  (C10.2)
 
 The failure is an exception of the host's side, as of a driver that refuses a submission: nothing of that launch or
-copy happens, everything before it did.  It is no DeviceFault, so the store is not latched and must be as it was.
+copy happens, everything before it did.  It is no DeviceFault, so the store must be as it was and go on; only where
+table entries could not follow the ledgers any more must it be latched (C11.2).
 
     device = FaultyDevice(pk.open_device("cpu"))
     with device.failing_at(2):           # the second launch or copy raises InjectedFault

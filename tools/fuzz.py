@@ -90,7 +90,7 @@ class Walk:
         self.model = LedgerModel(
             {pool.name: PoolShape(pool.pages, pool.lead_tokens) for pool in config.pools},
             max_context=config.max_context, max_concurrency=config.max_concurrency,
-            growth=GrowthShape(shape.lease_window, config.decode_columns + shape.forced_span)
+            growth=GrowthShape(shape.lease_window, shape.widest_columns + shape.forced_span)
             if shape.lease_window else None,
         )  # fmt: skip
         self.is_over = False
@@ -516,7 +516,9 @@ class Walk:
         try:
             with self.device.failing_at(fail_at) if fail_at else nullcontext():
                 answer = self.call(errors, call)
-        except InjectedFault:
+        except InjectedFault as fault:
+            if errors:
+                raise AssertionError(f"{fault}, model {sorted(errors)} before anything is published") from fault
             return BROKEN
         if self.device.faults != faults:
             raise AssertionError("a launch or copy failed, and the call succeeded")

@@ -82,6 +82,11 @@ class WalkShape:
     decode_columns: int = 0
     sanitizer: bool = False
 
+    @property
+    def widest_columns(self) -> int:
+        """W of the widest unit: without a backend 1, K + 1 of MTP, 16 of Draft Full, unless it is drawn."""
+        return self.decode_columns or {"": 1, "mtp": self.draft_window + 1, "draft": 16}[self.backend]
+
     def config(self) -> pk.StoreConfig:
         """Return the configuration of the store."""
         geometry = pk.KVGeometry(layers=1, query_heads=1, kv_heads=1, head_dim=16)

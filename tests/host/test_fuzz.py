@@ -13,9 +13,10 @@ from click.testing import CliRunner
 import pagedkv as pk
 from pagedkv.pool import PagePool
 from pagedkv.tools import command
+from pagedkv.tools.faulty_device import FaultyDevice
 from pagedkv.tools.finding import FuzzFound
-from pagedkv.tools.fuzz import SHORTEN_SECONDS, fuzz
-from pagedkv.tools.fuzz_events import Event
+from pagedkv.tools.fuzz import SHORTEN_SECONDS, Walk, fuzz
+from pagedkv.tools.fuzz_events import Event, WalkShape
 from pagedkv.tools.latched_store import ANSWERED, CALLS
 from pagedkv.tools.shortest import shortest
 from tests.host.planted import PLANTED, Planted
@@ -90,6 +91,16 @@ def test_every_call_of_a_latched_store_is_tried() -> None:
     methods = {name for name in dir(pk.Store) if not name.startswith("_") and callable(getattr(pk.Store, name))}
 
     assert methods == CALLS.keys() | ANSWERED
+
+
+def test_what_breaks_off_a_call_that_had_to_be_refused_is_a_finding() -> None:
+    """The model refuses it before anything is published, so there is nothing that could break off.  (C12.4)"""
+    device = FaultyDevice(pk.open_device("cpu"))
+    walk = Walk(WalkShape(256, 2, 8, "", 0, "k_code"), device)
+    sequence = walk.store.activate(prompt_tokens=64, output_tokens=0)
+
+    with pytest.raises(AssertionError, match="made to fail, model"):
+        walk.publish({"MisuseError"}, lambda: walk.store.ensure_mapped_to_tokens(sequence, 64), 1)
 
 
 def test_shortest_keeps_what_shows_a_finding() -> None:
