@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -43,6 +46,45 @@ def test_every_value_that_moved_is_named(store: pk.Store) -> None:
     assert "[0, 0] became [100, 0]" == changed["pools.main.frontier"]
     assert "0 became 2" == changed["pools.main.allocated"]
     assert "pools.main.limit" not in changed
+
+
+def other(value: Any) -> Any:
+    """Return a value of the same form that differs in one place."""
+    if isinstance(value, np.ndarray):
+        changed = value.copy()
+        changed.flat[-1] += 1
+        return changed
+    if isinstance(value, tuple):
+        return (*value, "another")
+    return not value if isinstance(value, bool) else value + 1
+
+
+def test_no_value_changes_unseen(store: pk.Store) -> None:
+    """One value of each field of each part, of the store, a pool, a continuation and a space of it.  (C16)"""
+    write(store, kept := store.activate(prompt_tokens=100, output_tokens=0), 100)
+    store.finish(kept, retain=True)
+    write(store, store.activate(prompt_tokens=30, output_tokens=0), 30)
+    before = store.inspect()
+    (number, continuation), pool = next(iter(before.continuations.items())), before.pools["main"]
+    space = continuation.pools["main"]
+    changed: dict[str, pk.StoreInspection] = {}
+    for field in dataclasses.fields(before):
+        value = getattr(before, field.name)
+        different: Any = {} if isinstance(value, dict) else other(value)
+        changed[field.name] = dataclasses.replace(before, **{field.name: different})
+    for name in pool._fields:
+        different = pool._replace(**{name: other(getattr(pool, name))})
+        changed[f"pools.main.{name}"] = dataclasses.replace(before, pools={"main": different})
+    for name in space._fields:
+        different = continuation._replace(pools={"main": space._replace(**{name: other(getattr(space, name))})})
+        changed[f"continuations.{number}.pools.main.{name}"] = dataclasses.replace(
+            before, continuations={number: different}
+        )
+    different = continuation._replace(has_state=not continuation.has_state)
+    changed[f"continuations.{number}.has_state"] = dataclasses.replace(before, continuations={number: different})
+
+    told = {name: [line.split(": ")[0] for line in after.differences(before)] for name, after in changed.items()}
+    assert {name: [name] for name in changed} == told
 
 
 def test_an_inspection_is_a_copy(store: pk.Store) -> None:
