@@ -278,7 +278,7 @@ class PageMover:
             raise TransferFailed(f"copy {number} of a transfer", expected="a copy that can be queued", got="a failure",
                                  remedy="abort the transfer; its source is as it was", clause="C7.4", ticket=None)
 
-    # ---- methods -----------------------------------------------------------------------------------
+    # ---- methods ----------------------------------------------------------------------------------
 
     def _method(self, direction: str, pool: str, runs: Sequence[PageRun], wanted: Method | None) -> Method:
         host_starts = [run.destination if direction == "d2h" else run.source for run in runs]

@@ -78,7 +78,8 @@ class Store(StoreEvidence):
 
     Every attribute is written by the store alone.  Every method but `close`, `memory_summary` and `event_counts` raises
     MisuseError on a closed store or from another thread or process, and StoreLatched after a device error (C12.4); what
-    it raises besides stands at the method.
+    it raises besides stands at the method.  What breaks off the copies by which tables follow memberships that changed
+    already, or withdraw entries (sanitizer mode), is raised as it is and latches the store (C11.2).
     """
 
     def __init__(
@@ -136,7 +137,8 @@ class Store(StoreEvidence):
             source, frontier, keep_source: as `ActivationTarget` says: a Fork, or with keep_source=False a Move.
 
         Raises:
-            MisuseError: counts of another form, a source without complete state (C2.2), or a frontier it does not hold.
+            MisuseError: counts of another form, a source without complete state (C2.2), a frontier it does not hold,
+                or a Move of pages that a copy uses (C7.4).
             StaleHandle: the source was released or moved.
             CaptureRefused: a source is named, and the stream is capturing.
             DeviceFault: a copy or a publication failed; every claim was given back, the source is as it was (C10.2).
