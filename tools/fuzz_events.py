@@ -125,7 +125,7 @@ def draw_shape(rng: random.Random) -> WalkShape:
         return WalkShape(max_context, max_concurrency, pages, backend, window, role, sanitizer=is_watched)
     return WalkShape(
         max_context, max_concurrency, min(pages, least + rng.randint(0, blocks)), backend, window, role,
-        lease_window=rng.choice((1, 100, 130, 200)), forced_span=rng.choice((0, 30, 64, 100)),
+        lease_window=rng.choice((1, 100, 130, 200)), forced_span=rng.choice((0, 63, 64, 100)),
         decode_columns=rng.choice((0, rng.randint(window + 1, 16))), sanitizer=is_watched,
     )  # fmt: skip
 
