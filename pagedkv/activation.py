@@ -258,8 +258,8 @@ class Activations:
             leased = self.sequences.lease_row()
             undo.append((self.sequences.return_row, leased))
             assert leased == plan.row, f"row {leased} was leased, {plan.row} was planned"
-        except BaseException:
-            undo_all(undo)
+        except BaseException as error:
+            undo_all(undo, error)
             raise
         return prepared
 

@@ -47,7 +47,7 @@ _ZERO = np.zeros((), np.int32)
 _PAGE_TOKENS = np.full((), PAGE_TOKENS, np.int32)
 
 HOLD = np.int32(1 << 30)
-"""Neutral `keep` value of `trim`: beyond every limit, so nothing of that row is trimmed."""
+"""Neutral `keep_tokens` of `trim`: beyond every limit, so nothing of that row is trimmed."""
 
 
 class AddressSpaces:
@@ -227,8 +227,8 @@ class AddressSpaces:
         self.require_commit(columns)
         self.frontier += columns
 
-    def trim(self, keep: Tokens) -> int:
-        """Keep ceil(max(committed, keep[r]) / P) pages of every row r; `HOLD` keeps all.  (C9.6)
+    def trim(self, keep_tokens: Tokens) -> int:
+        """Keep ceil(max(committed, keep_tokens[r]) / P) pages of every row r; `HOLD` keeps all.  (C9.6)
 
         Trailing pages return to the reservation of the same space: available does not change.
 
@@ -238,7 +238,7 @@ class AddressSpaces:
         Raises:
             MisuseError: another space references a trailing page, or a copy uses one; nothing changed.
         """
-        keep_ends = (np.maximum(self.frontier, keep) + PAGE_MASK) & ~PAGE_MASK
+        keep_ends = (np.maximum(self.frontier, keep_tokens) + PAGE_MASK) & ~PAGE_MASK
         rows = np.flatnonzero(self.mapped_end > keep_ends)
         if not rows.size:
             return 0
@@ -276,9 +276,9 @@ class AddressSpaces:
         if tokens < committed and tokens & PAGE_MASK:
             self.pages.renew_content(self.members[row, first_cut : first_cut + 1])
         self.frontier[row] = tokens
-        keep = np.full_like(self.frontier, HOLD)
-        keep[row] = 0
-        self.trim(keep)
+        keep_tokens = np.full_like(self.frontier, HOLD)
+        keep_tokens[row] = 0
+        self.trim(keep_tokens)
 
     def close(self, row: int) -> None:
         """Give up membership and reservation; a page returns to available with its last reference.  (C9.8)"""

@@ -3,7 +3,6 @@
     publish                slices that rows gained               ledger -> device table, ahead of what reads them
     copy_tails             committed columns of partial tails    page group -> page group, in every plane of a pool
     publish_memberships    the whole row of an activation        after its tails
-    withdraw               entries that left a membership        sanitizer mode: the guard page again
 
 Everything is queued in stream order and nothing waits.  Publication alone loops over rows in Python, and only over
 those that crossed a page.
@@ -83,11 +82,6 @@ class DeviceActions:
                 self._sanitizer.poison_page(copy.pool, copy.destination_page)
             self._ops.copy_columns(self._planes[copy.pool], copy.source_page, copy.destination_page, copy.columns,
                                    stream=self._stream)
-
-    def withdraw(self) -> None:
-        """Point entries that left a membership at the guard page again, in sanitizer mode.  (C11.1)"""
-        if self._sanitizer is not None:
-            self._sanitizer.withdraw()
 
     def check_tables(self) -> None:
         """Assert that every device table shows the memberships; waits for the stream.  (C11.1)"""

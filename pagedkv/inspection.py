@@ -88,9 +88,9 @@ class ContinuationInspection(NamedTuple):
     has_state: bool
 
 
-COUNTERS: Final = 5
-"""How many fields of a pool are numbers; the others are arrays."""
-assert PoolInspection._fields[COUNTERS] == "frontier", PoolInspection._fields
+FIRST_ARRAY: Final = 5
+"""Index of the first field of a pool that is an array: those before it are numbers, those behind it arrays."""
+assert PoolInspection._fields[FIRST_ARRAY] == "frontier", PoolInspection._fields
 
 PARTS = (PoolInspection, SpaceInspection, ContinuationInspection)
 
@@ -170,7 +170,7 @@ def _plain(shown: StoreInspection) -> object:
     return (
         shown.active_rows, shown.rows_in_flight, shown.units_in_flight,
         shown.sequence_serials.tobytes(), shown.budget_tokens.tobytes(),
-        [(name, pool[:COUNTERS], b"".join(cast("Any", pool[COUNTERS:]))) for name, pool in shown.pools.items()],
+        [(name, pool[:FIRST_ARRAY], b"".join(cast("Any", pool[FIRST_ARRAY:]))) for name, pool in shown.pools.items()],
         [
             (number, kept.has_state, pool, space.members.tobytes(), space.frontier, space.protected)
             for number, kept in shown.continuations.items() for pool, space in kept.pools.items()

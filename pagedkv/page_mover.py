@@ -156,7 +156,7 @@ class PageMover:
         if slot is None:
             self.counters.refused += 1
             return None
-        chosen = self._method(direction, pool, runs, method)
+        chosen = self._choose_method(direction, pool, runs, method)
         before, ticket = lane.before, Ticket(self._device.event())
         self._users.record(before)
         lane.stream.wait(before)
@@ -280,7 +280,7 @@ class PageMover:
 
     # ---- methods ----------------------------------------------------------------------------------
 
-    def _method(self, direction: str, pool: str, runs: Sequence[PageRun], wanted: Method | None) -> Method:
+    def _choose_method(self, direction: str, pool: str, runs: Sequence[PageRun], wanted: Method | None) -> Method:
         host_starts = [run.destination if direction == "d2h" else run.source for run in runs]
         can_pack = direction != "d2d" and all(
             start + run.count == following

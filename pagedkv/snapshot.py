@@ -96,8 +96,8 @@ class Snapshots:
                 undo.append((spaces.pages.unpin, source))
                 source_page = int(spaces.pages.device[source[0]])
                 prepared.copies += (TailCopy(name, source_page, int(destination[0]), columns),)
-        except BaseException:
-            undo_all(undo)
+        except BaseException as error:
+            undo_all(undo, error)
             raise
         return prepared
 

@@ -628,9 +628,11 @@ class Store(StoreEvidence):
         return self._ledgers.continuations.retained[pool].spaces[number]
 
     def _withdraw(self) -> None:
+        if self.sanitizer is None:
+            return
         try:
             with self._latching():
-                self._actions.withdraw()
+                self.sanitizer.withdraw()
         except BaseException as error:
             # The pages are members no longer, and a table still names them.
             self._latch_broken("withdrawal of table entries", error)

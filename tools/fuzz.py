@@ -6,8 +6,8 @@
 
 Each round has its own store.  A call that the model refuses must raise one of the errors it names, or answer with a
 refusal that carries its numbers, and leave every observable as it was; so must one whose n-th launch or copy fails
-(C10.2), unless that breaks a publication off: then the store must be latched, and its walk ends (C12.4).  Every column
-that a unit may write gets a tag, through the device table, and what is committed must be read through it later,
+(C10.2), unless that breaks a change of tables off: then the store must be latched, and its walk ends (C12.4).  Every
+column that a unit may write gets a tag, through the device table, and what is committed must be read through it later,
 whatever was forked, moved, truncated or handed on meanwhile.
 
 A finding names seed and event, and the shortest list of events that still shows one: the walk is run again with
@@ -46,6 +46,7 @@ from pagedkv.tools.model_view import Held, committed_bytes, compare
 from pagedkv.tools.shortest import shortest
 
 T = TypeVar("T")
+M = TypeVar("M")
 Progress = Callable[[int, int], None]
 
 EVENTS_A_ROUND = 250
@@ -66,19 +67,14 @@ class Refused:
     """What `Walk.call` gives for a call that was refused, as it had to be."""
 
 
-class Broken:
-    """What `Walk.publish` gives for a call whose publication was made to fail."""
-
-
 REFUSED = Refused()
-BROKEN = Broken()
 
 
 class Walk:
     """One store, its model, and what the events so far have made.
 
     Attributes:
-        is_over: a publication broke off, so the store was latched and is closed; later events do nothing.
+        is_over: a change of tables broke off, so the store was latched and is closed; later events do nothing.
         counts: how often each kind of event, error and refusal happened.
     """
 
@@ -122,7 +118,11 @@ class Walk:
     # ---- one event --------------------------------------------------------------------------------
 
     def perform(self, event: Event) -> bool:
-        """Let an event happen in the model and in the store, and compare; False: what it acts on was never made."""
+        """Let an event happen in the model and in the store, and compare.
+
+        Returns:
+            False when nothing happened: what it acts on was never made, or the walk is over.
+        """
         arguments = event.arguments
         if self.is_over:
             return False
@@ -289,19 +289,27 @@ class Walk:
         assert not right, f"granted, model {right}"
         self.continuations[number] = self.model.snapshot(number, answer.number, model, state), answer
 
-    def _finish(self, number: int, sequence: int, retain: bool = False, state: str | None = None) -> None:
+    def _finish(
+        self, number: int, sequence: int, retain: bool = False, state: str | None = None, fail_at: int = 0
+    ) -> None:
         model, handle = self.sequences[sequence]
         errors = self.model.retain_errors(model) if retain else self.model.finish_errors(model)
-        answer = self.call(errors, lambda: self.store.finish(handle, retain=retain, state=state))
-        if answer is REFUSED:
-            return
-        if not retain:
-            _same("what finish returns", None, answer)
+
+        def follow(answer: pk.Continuation | None) -> ContinuationModel | None:
+            if retain:
+                return self.model.retain(number, answer.number if answer else 0, model, state)
             self.model.finish(model)
+            return None
+
+        done = self.settle(errors, lambda: self.store.finish(handle, retain=retain, state=state), follow, fail_at,
+                           "withdrawals")  # fmt: skip
+        if done is None:
             return
-        assert isinstance(answer, pk.Continuation), answer
-        self.continuations[number] = self.model.retain(number, answer.number, model, state), answer
-        self.counts["retained"] += 1
+        kept, continuation = done
+        _same("whether finish returns a continuation", retain, isinstance(kept, pk.Continuation))
+        if kept is not None and continuation is not None:
+            self.continuations[number] = continuation, kept
+            self.counts["retained"] += 1
 
     def _release(self, _number: int, continuation: int) -> None:
         model, kept = self.continuations[continuation]
@@ -339,13 +347,11 @@ class Walk:
         errors = self.model.begin_errors(models, columns)
         published = self.store.published_slices
         given = as_given(columns, form)
-        unit = self.publish(errors, lambda: self.store.begin_unit(made, given, name="fuzz"), fail_at)
-        if unit is REFUSED:
+        done = self.settle(errors, lambda: self.store.begin_unit(made, given, name="fuzz"),
+                           lambda _: self.model.begin(number, models, columns), fail_at, "publications")  # fmt: skip
+        if done is None:
             return
-        model, slices = self.model.begin(number, models, columns)
-        if not isinstance(unit, pk.SubmittedUnit):
-            self._end_latched()
-            return
+        unit, (model, slices) = done
         _same("published slices", slices, self.store.published_slices - published)
         _same("columns", model.columns, {pool: part.tolist() for pool, part in unit.columns.items()})
         _same("first positions", model.firsts, {pool: part.tolist() for pool, part in unit.first_positions.items()})
@@ -370,19 +376,21 @@ class Walk:
                     self.device.copy(plane[page, offset : offset + count], rows, self.store.stream)
                     position += count
 
-    def _commit(self, _number: int, unit: int, accepted: dict[str, Wanted] | None, form: int) -> None:
+    def _commit(
+        self, _number: int, unit: int, accepted: dict[str, Wanted] | None, form: int, fail_at: int = 0
+    ) -> None:
         model, handle = self.units[unit]
         told: dict[str, Wanted] = dict(model.columns) if accepted is None else accepted
         errors = self.model.commit_errors(model, told)
         given = None if accepted is None else as_given(accepted, form)
         self.call(errors if not model.is_open else set(), lambda: self.store.wait(handle))
-        if self.call(errors, lambda: self.store.commit(handle, given)) is not REFUSED:
-            self.model.commit(model, told)
+        self.settle(errors, lambda: self.store.commit(handle, given), lambda _: self.model.commit(model, told), fail_at,
+                    "withdrawals")  # fmt: skip
 
-    def _fail(self, _number: int, unit: int) -> None:
+    def _fail(self, _number: int, unit: int, fail_at: int = 0) -> None:
         model, handle = self.units[unit]
-        if self.call(self.model.end_errors(model), lambda: self.store.fail(handle)) is not REFUSED:
-            self.model.end(model)
+        self.settle(self.model.end_errors(model), lambda: self.store.fail(handle), lambda _: self.model.end(model),
+                    fail_at, "withdrawals")  # fmt: skip
 
     # ---- events: between units --------------------------------------------------------------------
 
@@ -410,46 +418,40 @@ class Walk:
             return
         models, made = chosen
         errors = self.model.trim_errors(models, pool, provisional)
-        pages = self.publish(errors, lambda: self.store.trim(made, pool, provisional), fail_at)
-        if pages is REFUSED:
-            return
-        expected = self.model.trim(models, pool, provisional)
-        if pages is BROKEN:
-            self._end_latched()
-            return
-        _same("trimmed pages", expected, pages)
-        self.counts["trimmed pages"] += expected
+        done = self.settle(errors, lambda: self.store.trim(made, pool, provisional),
+                           lambda _: self.model.trim(models, pool, provisional), fail_at, "withdrawals")  # fmt: skip
+        if done is not None:
+            _same("trimmed pages", done[1], done[0])
+            self.counts["trimmed pages"] += done[1]
 
     def _truncate(
-        self, _number: int, pool: str, tokens: int, sequence: int | None = None, continuation: int | None = None
-    ) -> None:
+        self, _number: int, pool: str, tokens: int, sequence: int | None = None, continuation: int | None = None,
+        fail_at: int = 0,
+    ) -> None:  # fmt: skip
         model: SequenceModel | ContinuationModel
         handle: pk.Sequence | pk.Continuation
         model, handle = self.continuations[continuation] if sequence is None else self.sequences[sequence]  # type: ignore[index]
         errors = self.model.truncate_errors(model, pool, tokens)
-        if self.call(errors, lambda: self.store.truncate(handle, tokens, pool)) is not REFUSED:
-            self.model.truncate(model, pool, tokens)
-            self.counts["cut continuations"] += sequence is None
+        done = self.settle(errors, lambda: self.store.truncate(handle, tokens, pool),
+                           lambda _: self.model.truncate(model, pool, tokens), fail_at, "withdrawals")  # fmt: skip
+        self.counts["cut continuations"] += done is not None and sequence is None
 
     def _ensure(self, _number: int, sequence: int, pool: str, tokens: int, fail_at: int = 0) -> None:
         model, handle = self.sequences[sequence]
         errors = self.model.ensure_errors(model, pool, tokens)
         published = self.store.published_slices
-        answer = self.publish(errors, lambda: self.store.ensure_mapped_to_tokens(handle, tokens, pool), fail_at)
-        if answer is REFUSED:
-            return
-        slices = self.model.ensure(model, pool, tokens)
-        if answer is BROKEN:
-            self._end_latched()
-            return
-        _same("published slices", slices, self.store.published_slices - published)
+        done = self.settle(errors, lambda: self.store.ensure_mapped_to_tokens(handle, tokens, pool),
+                           lambda _: self.model.ensure(model, pool, tokens), fail_at, "publications")  # fmt: skip
+        if done is not None:
+            _same("published slices", done[1], self.store.published_slices - published)
 
-    def _abort(self, _number: int, sequence: int) -> None:
+    def _abort(self, _number: int, sequence: int, fail_at: int = 0) -> None:
         model, handle = self.sequences[sequence]
-        ended = self.call(self.model.abort_errors(model), lambda: self.store.abort(handle))
-        if ended is not REFUSED:
-            _same("whether it ended", self.model.abort(model), ended)
-            self.counts["aborts in flight"] += not ended
+        done = self.settle(self.model.abort_errors(model), lambda: self.store.abort(handle),
+                           lambda _: self.model.abort(model), fail_at, "withdrawals")  # fmt: skip
+        if done is not None:
+            _same("whether it ended", done[1], done[0])
+            self.counts["aborts in flight"] += not done[0]
 
     def _misuse(self, _number: int, which: int, row: int) -> None:
         foreign, kept = pk.Sequence(0, row, 1), pk.Continuation(0, 1)
@@ -506,11 +508,20 @@ class Walk:
             raise AssertionError(f"nothing was raised, model {sorted(errors)}")
         return answer
 
-    def publish(self, errors: set[str], call: Callable[[], T], fail_at: int) -> T | Refused | Broken:
-        """Make a call, as `call` does, that changes tables behind the ledgers, and in which a launch or copy may fail.
+    def settle(
+        self, errors: set[str], call: Callable[[], T], follow: Callable[[T | None], M], fail_at: int, breaks: str
+    ) -> tuple[T, M] | None:
+        """Make a call, as `call` does, behind which the store changes device tables, and let the model follow.
+
+        Args:
+            errors, call: as of `call`.
+            follow: moves the model on and returns what it says; gets the store's answer, None where the call broke off.
+            fail_at: the launch or copy of the call that fails; 0 for none.  The ledgers have moved on by then, so the
+                store must be latched, and the walk ends (C12.4).
+            breaks: what breaks off then: "publications" or "withdrawals".
 
         Returns:
-            What the call returned, REFUSED, or BROKEN: the ledgers have moved on, and the store must be latched.
+            What the store and the model answered, or None: it was refused, or broke off.
         """
         faults = self.device.faults
         try:
@@ -519,16 +530,14 @@ class Walk:
         except InjectedFault as fault:
             if errors:
                 raise AssertionError(f"{fault}, model {sorted(errors)} before anything is published") from fault
-            return BROKEN
+            follow(None)
+            self.is_over = True
+            self.counts[f"broken {breaks}"] += 1
+            require_latched(self.store, self.model)
+            return None
         if self.device.faults != faults:
             raise AssertionError("a launch or copy failed, and the call succeeded")
-        return answer
-
-    def _end_latched(self) -> None:
-        """End the walk of a store whose publication broke off: it answers for itself, and can be closed.  (C12.4)"""
-        self.is_over = True
-        self.counts["broken publications"] += 1
-        require_latched(self.store, self.model)
+        return None if isinstance(answer, Refused) else (answer, follow(answer))
 
     def _granted(self, call: Callable[[], T], fail_at: int, before: pk.StoreInspection) -> T | Refused:
         """Make a call that may answer with a refusal, or in which a launch or copy fails: then nothing changed."""
@@ -614,7 +623,7 @@ def walk_once(
     rng = random.Random(round_seed)
     shape = draw_shape(rng)
     walk = Walk(shape, device)
-    drawer = EventDrawer(rng, walk.model)
+    drawer = EventDrawer(rng, walk.model, shape.sanitizer)
     past: list[Event] = []
     try:
         for number in range(1, events + 1):

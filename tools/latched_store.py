@@ -4,7 +4,8 @@
     answered    memory_summary, event_counts, evidence; close, also twice
     afterwards  closed: the same calls are misuse, the evidence stays
 
-A store latches when a publication breaks off (C11.2): pages are members by then, and no table shows them.
+A store latches when a publication or a withdrawal breaks off (C11.2): the ledgers have moved on by then, and no table
+has followed.
 
 Read next: `fuzz.py`.
 """
@@ -64,7 +65,7 @@ CALLS: dict[str, Callable[[pk.Store], object]] = {
 def require_latched(store: pk.Store, model: LedgerModel) -> None:
     """Demand that a store is latched and tells what the model says, and close it; AssertionError says what differs."""
     if store.evidence is None:
-        raise AssertionError("a publication broke off, and there is no evidence of it")
+        raise AssertionError("a change of tables broke off, and there is no evidence of it")
     _require_refused(store, "StoreLatched")
     for pool, told in store.memory_summary().items():
         counts = tuple(told[f"{what}_pages"] for what in ("allocated", "reserved", "available"))

@@ -44,8 +44,8 @@ INVARIANCE = "tests/kernels/test_attention_invariance.py"
 MUTANTS: tuple[Mutant, ...] = (
     # ---- granularity and planes
     Mutant("C2.1", "a trim rounds the frontier's page away", "pagedkv/address_space.py",
-           "keep_ends = (np.maximum(self.frontier, keep) + PAGE_MASK) & ~PAGE_MASK",
-           "keep_ends = np.maximum(self.frontier, keep) & ~PAGE_MASK", (HOST + "test_address_space.py", TOUR)),
+           "keep_ends = (np.maximum(self.frontier, keep_tokens) + PAGE_MASK) & ~PAGE_MASK",
+           "keep_ends = np.maximum(self.frontier, keep_tokens) & ~PAGE_MASK", (HOST + "test_address_space.py", TOUR)),
     Mutant("C2.3", "pages of 64 tokens are counted as 65 would be", "pagedkv/quantities.py",
            "return (tokens + PAGE_MASK) >> PAGE_SHIFT", "return (tokens >> PAGE_SHIFT) + 1",
            (HOST + "test_quantities.py",)),

@@ -100,10 +100,10 @@ IN_COMMIT = (
 
 IN_TRIM_AND_TRUNCATE = (
     Planted("trim forgets to dematerialize one page", AddressSpaces, "trim", "mirror[flat])", "mirror[flat][1:])"),
-    Planted("trim drops a partly committed page", AddressSpaces, "trim", "keep) + PAGE_MASK)", "keep))"),
+    Planted("trim drops a partly committed page", AddressSpaces, "trim", "keep_tokens) + PAGE_MASK)", "keep_tokens))"),
     Planted(
         "trim ignores provisional columns", AddressSpaces, "trim",
-        "np.maximum(self.frontier, keep)", "np.where(keep == HOLD, HOLD, self.frontier)",
+        "np.maximum(self.frontier, keep_tokens)", "np.where(keep_tokens == HOLD, HOLD, self.frontier)",
     ),
     Planted("trim keeps the identity of a page", AddressSpaces, "trim", "self.pages.renew(logical)", "pass"),
     Planted(
@@ -393,6 +393,10 @@ ON_THE_DEVICE = (
     Planted(
         "a broken publication does not latch", Store, "_publish",
         'self._latch_broken("publication of table slices", error)', "pass",
+    ),
+    Planted(
+        "a broken withdrawal does not latch", Store, "_withdraw",
+        'self._latch_broken("withdrawal of table entries", error)', "pass",
     ),
     Planted(
         "a latched store still says what is covered", Store, "covered_columns",

@@ -30,9 +30,9 @@ SEEDS_LONG = 10
 NEEDED = {
     "begin", "crossings", "commit", "fail", "trim", "trimmed pages", "truncate", "ensure", "finish", "abort",
     "retained", "aborts in flight", "snapshot", "release", "protect", "attach", "cut continuations", "fresh",
-    "forks", "moves", "round", "extended rows", "rows not extended", "broken publications", "faults",
-    "refused for pages", "refused for rows", "refused for context", "refused for provisional", "StaleHandle",
-    "UnitInFlight", "MisuseError", "EntitlementExceeded",
+    "forks", "moves", "round", "extended rows", "rows not extended", "broken publications", "broken withdrawals",
+    "faults", "refused for pages", "refused for rows", "refused for context", "refused for provisional",
+    "StaleHandle", "UnitInFlight", "MisuseError", "EntitlementExceeded",
 }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def test_what_breaks_off_a_call_that_had_to_be_refused_is_a_finding() -> None:
     sequence = walk.store.activate(prompt_tokens=64, output_tokens=0)
 
     with pytest.raises(AssertionError, match="made to fail, model"):
-        walk.publish({"MisuseError"}, lambda: walk.store.ensure_mapped_to_tokens(sequence, 64), 1)
+        walk.settle({"MisuseError"}, lambda: walk.store.ensure_mapped_to_tokens(sequence, 64), lambda _: None, 1, "")
 
 
 def test_shortest_keeps_what_shows_a_finding() -> None:
