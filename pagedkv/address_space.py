@@ -276,9 +276,14 @@ class AddressSpaces:
         if tokens < committed and tokens & PAGE_MASK:
             self.pages.renew_content(self.members[row, first_cut : first_cut + 1])
         self.frontier[row] = tokens
-        keep_tokens = np.full_like(self.frontier, HOLD)
-        keep_tokens[row] = 0
-        self.trim(keep_tokens)
+        self.trim_row(row)
+
+    def trim_row(self, row: int) -> None:
+        """Return every page of one row that lies wholly behind its frontier to its reservation.  (C9.6)"""
+        if self.provisional_pages(row):
+            keep_tokens = np.full_like(self.frontier, HOLD)
+            keep_tokens[row] = 0
+            self.trim(keep_tokens)
 
     def close(self, row: int) -> None:
         """Give up membership and reservation; a page returns to available with its last reference.  (C9.8)"""

@@ -126,10 +126,8 @@ class StoreLedgers:
             self._end_sequence(sequence)
             return None
         self._require_resumable(sequence, "retaining")
-        keep = np.full(self.config.max_concurrency, HOLD, np.int32)
-        keep[sequence.row] = 0
         for spaces in self.spaces.values():
-            spaces.trim(keep)
+            spaces.trim_row(sequence.row)
         kept = {name: spaces.detach(sequence.row) for name, spaces in self.spaces.items()}
         self.growth.close(sequence.row)
         self.sequences.end(sequence)

@@ -147,7 +147,7 @@ class LogicalPages:
         what = "a writer"
         at = self.free_runs.index_of(logical)
         self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C7.5")
-        self._require(what, at, self.references[at] == 1, "a page of one space", "C7.5")
+        self._require_sole(what, at, "C7.5")
         self._require_least(what, at, self.device[at], 0, "a page with a Device replica", "C7.5")
         self._require_most(what, at, self.protected[at], 0, "a page that no checkpoint protects", "C7.5")
         self.require_unpinned(what, at)
@@ -288,10 +288,12 @@ class LogicalPages:
         at = self.free_runs.index_of(logical)
         committed = self.committed[at]
         self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C9.10")
-        self._require(what, at, self.references[at] == 1, "a page of one space", "C9.10")
+        self._require_sole(what, at, "C9.10")
         self._require_most(what, at, self.protected[at], columns, "a page not protected beyond that", "C9.10")
         self._require_least(what, at, committed, columns, "a page with as many committed", "C9.10")
         self.require_unpinned(what, at)
+        if not committed.size or highest(committed) == columns:
+            return
         changed = self._where(at, committed > columns)
         self.committed[changed] = columns
         self.renew_content(changed)
@@ -415,6 +417,12 @@ class LogicalPages:
         self._require_most(what, at, self.references[at], 0, expected, "C7.4")
         self._require_least(what, at, pins, 1, expected, "C7.4")
         self._require_most(what, at, pins, 1, expected, "C7.4")
+
+    def _require_sole(self, what: str, at: Index, clause: str) -> None:
+        """Refuse pages that nobody or another space references."""
+        references, expected = self.references[at], "a page of one space"
+        self._require_least(what, at, references, 1, expected, clause)
+        self._require_most(what, at, references, 1, expected, clause)
 
     def _require_least(self, what: str, at: Index, values: Columns, least: int, expected: str, clause: str) -> None:
         """Refuse an operation unless every page's value is at least so much."""

@@ -373,7 +373,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C13.2", "a sequence goes on from a lead", "pagedkv/activation.py",
            'min(own, wanted["main"])', "own", SPECULATION),
     Mutant("C13.3", "retaining does not trim", "pagedkv/ledgers.py",
-           "            spaces.trim(keep)\n        kept = {", "            pass\n        kept = {", SPECULATION),
+           "            spaces.trim_row(sequence.row)\n        kept = {", "            pass\n        kept = {",
+           SPECULATION),
     Mutant("C13.3", "a verify is trimmed at its commit", "pagedkv/ledgers.py",
            "            self.spaces[pool].commit(span)\n        self._end_unit(unit)",
            "            self.spaces[pool].commit(span)\n"

@@ -116,7 +116,7 @@ IN_TRIM_AND_TRUNCATE = (
         "tokens < committed and tokens & PAGE_MASK", "tokens & PAGE_MASK and self.mapped_end[row]",
     ),
     Planted(
-        "truncate trims the other rows", AddressSpaces, "truncate",
+        "truncate trims the other rows", AddressSpaces, "trim_row",
         "np.full_like(self.frontier, HOLD)", "np.zeros_like(self.frontier)",
     ),
 )  # fmt: skip
@@ -264,7 +264,7 @@ IN_SNAPSHOTS = (
         "a backend's lead is retained", StoreLedgers, "_require_resumable",
         "int(spaces.frontier[sequence.row]) > main:", "False:",
     ),
-    Planted("retaining forgets to trim", StoreLedgers, "finish", "spaces.trim(keep)", "pass"),
+    Planted("retaining forgets to trim", AddressSpaces, "trim_row", "self.trim(keep_tokens)", "pass"),
 )  # fmt: skip
 
 IN_RETAINED = (

@@ -208,7 +208,7 @@ IN_SNAPSHOTS = (
     ),
     Planted("a lead is checkpointed", StoreLedgers, "_require_resumable", "> main", "> 1 << 40"),
     Planted("nothing is retained", StoreLedgers, "_require_resumable", "if not main", "if False"),
-    Planted("retaining does not trim", StoreLedgers, "finish", "spaces.trim(keep)", "pass"),
+    Planted("retaining does not trim", StoreLedgers, "finish", "spaces.trim_row(sequence.row)", "pass"),
 )  # fmt: skip
 
 PLANTED_SHARING: tuple[Planted | Hollow, ...] = (
