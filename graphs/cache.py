@@ -26,6 +26,8 @@ class GraphCache:
         if found is None:
             found = CapturedUnit(self._store, self._model, key, use_graph=self._use_graphs)
             self._units[key] = found
+        if found.replays == 0:
+            found.unit.control.blank()
         return found
 
     def replays(self) -> dict[str, int]:

@@ -42,6 +42,7 @@ class ControlBuffers:
         self.batch = batch
         self.width = width
         self._device = store.device
+        self._stream = store.stream
         shape = f"B={batch} W={width}"
         self.ingress_host: Int32 = store.device.pinned((ingress,), np.int32, name=f"ingress host {shape}")
         self.egress_host: Int32 = store.device.pinned((egress,), np.int32, name=f"egress host {shape}")
@@ -83,6 +84,10 @@ class ControlBuffers:
         """Select no row: what warm-up and capture run on."""
         self.ingress_host[:] = 0
         self.ingress_host[: self.batch] = -1
+
+    def blank(self) -> None:
+        """Set every egress word on the device to -1, so that what a model leaves unwritten is found out."""
+        self._device.copy(self.egress_device, np.full(self.egress_device.shape, -1, np.int32), self._stream)
 
     def write(self, rows: npt.NDArray[np.int64], first_positions: Int32, columns: Int32, tokens: Int32) -> None:
         """Select rows for the next run; entries beyond them become inert.

@@ -87,8 +87,8 @@ class ActivationTarget:
         return self.prompt_tokens + self.output_tokens
 
     def _refuse_count(self, name: str, value: object, low: int) -> None:
-        raise MisuseError(f"an activation with {name}={value!r}", expected=f"an integer of at least {low}",
-                          got=repr(value), remedy="pass token counts", clause="C9.2")
+        raise MisuseError(f"an activation with {name}={value!r}", expected=f"an int of at least {low}",
+                          got=repr(value), remedy="pass int(...) of a token count", clause="C9.2")
 
 
 @dataclass(frozen=True)
@@ -332,15 +332,19 @@ class Activations:
             return committed
         wanted = {"main": given} if type(given) is int else committed if given is None else given
         if not isinstance(wanted, Mapping) or wanted.keys() != committed.keys():
-            raise MisuseError(f"frontier {given!r} of {target.source}", expected=f"one for each of {list(committed)}",
+            raise MisuseError(f"frontier {given!r} of {target.source}",
+                              expected=f"None, an int, which is Main's, or a mapping that names {list(committed)}",
                               got=repr(given), remedy="name every pool: none is derived from another", clause="C9.9")
         for name, own in committed.items():  # Main first: the others are compared with it
             tokens = wanted[name]
             low, high = (1, own) if name == "main" else (0, min(own, wanted["main"]))
             if type(tokens) is not int or not low <= tokens <= high:
+                remedy = "stay within what is committed"
+                if name != "main":
+                    remedy += f", and not beyond Main's: pass frontier={{'main': ..., {name!r}: ...}}"
                 raise MisuseError(f"frontier {tokens!r} of {target.source} in pool {name}",
-                                  expected=f"{low} to {high} tokens", got=repr(tokens),
-                                  remedy="stay within what is committed, and no backend beyond Main", clause="C10.7")
+                                  expected=f"an int, {low} to {high} tokens", got=repr(tokens), remedy=remedy,
+                                  clause="C10.7")
         return dict(wanted)
 
     def _full_entitlement(self, pool: str, total_tokens: int) -> int:

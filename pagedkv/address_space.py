@@ -57,6 +57,7 @@ class AddressSpaces:
         members: (C, L) int32, logical pages below `bound_end`, -1 beyond.
         shared_end, frontier, mapped_end, bound_end, limit: (C,) int32, tokens, as drawn above; 0 in rows without one.
         ceiling: (C,) int32, min(limit, S): what one comparison per step is made with.
+        grows: whether leases are extended at round boundaries (C9.2); for the advice in errors alone.
 
     The columns, and the mirror of the table, are written by the methods below alone.
     """
@@ -68,6 +69,7 @@ class AddressSpaces:
         self.pool = pool
         self.events = PoolEvents(pool.name, PageEvents()) if events is None else events
         self.max_context = table.blocks * PAGE_TOKENS if max_context is None else max_context
+        self.grows = False
         self.pages = pages
         self.table = table
         rows = table.mirror.shape[0]
@@ -197,11 +199,13 @@ class AddressSpaces:
         over = np.flatnonzero(ends > self.limit)
         if over.size:
             row = int(over[0])
+            end, grown = int(ends[row]), "write less at once and begin a round first, which extends leases; else "
             raise EntitlementExceeded(
-                f"mapping row {row} of pool {self.pool.name} to {int(ends[row])} tokens",
+                f"mapping row {row} of pool {self.pool.name} to {end} tokens",
                 expected=f"at most {int(self.limit[row])} tokens ({self.entitlement_pages(row)} pages of entitlement)",
-                got=f"{pages_for_tokens(int(ends[row]))} pages", remedy="activate with a larger token budget",
-                clause="C9.3", rows=over.tolist(),
+                got=f"{end} tokens ({pages_for_tokens(end)} pages)",
+                remedy=f"{grown if self.grows else ''}activate with a larger token budget", clause="C9.3",
+                rows=over.tolist(),
             )
 
     def require_commit(self, columns: Tokens) -> None:

@@ -108,7 +108,8 @@ class Continuations:
         if not known or continuation.number not in self.states:
             raise StaleHandle(f"{continuation}", expected="a retained continuation of this store",
                               got="one that was released or moved, or of another store",
-                              remedy="recompute the prefix, or keep the source with keep_source=True", clause="C9.8")
+                              remedy="use it until its release or Move; a Fork, keep_source=True, leaves it",
+                              clause="C9.8")
         return continuation.number
 
     def require_claimable(self, continuation: Continuation, *, is_move: bool) -> int:

@@ -77,6 +77,8 @@ class StoreLedgers:
             store_id,
         )
         self.growth = LeaseGrowth(config, self.spaces)
+        for spaces in self.spaces.values() if self.growth.is_on else ():
+            spaces.grows = True
         self.activations = Activations(config, self.spaces, self.sequences, self.continuations, self.growth)
         self.snapshots = Snapshots(self.spaces, self.continuations)
         self.guard = UnitGuard()
@@ -211,6 +213,8 @@ class StoreLedgers:
     def truncate_continuation(self, continuation: Continuation, tokens: int, pool: str) -> None:
         """Lower the committed frontier of one pool of a continuation.  (C9.10)
 
+        The caller's state is of Main's frontier, so it goes when that is lowered (C2.2).
+
         Raises:
             StaleHandle: it was released or moved.
             MisuseError: tokens above the committed or below the protected frontier, a cut inside or across a page
@@ -222,7 +226,11 @@ class StoreLedgers:
         if pool == "main" and tokens == 0:
             raise MisuseError(f"truncate of {continuation} to nothing", expected="at least 1 token of Main", got=0,
                               remedy="release it", clause="C9.10")
-        self.continuations.retained[pool].truncate(number, tokens)
+        retained = self.continuations.retained[pool]
+        is_lowered = tokens < retained.spaces[number].frontier
+        retained.truncate(number, tokens)
+        if pool == "main" and is_lowered:
+            self.continuations.states[number].state = None
 
     def batch(self, sequences: SequenceOf[Sequence]) -> Batch:
         """Select sequences, in batch order.  (C11.3)
@@ -411,8 +419,8 @@ class StoreLedgers:
 
     def _require_tokens(self, operation: str, tokens: object, clause: str) -> None:
         if type(tokens) is not int:
-            raise MisuseError(operation, expected="an integer number of tokens", got=repr(tokens),
-                              remedy="pass a token count", clause=clause)
+            raise MisuseError(operation, expected="an int, a number of tokens", got=repr(tokens),
+                              remedy="pass int(tokens)", clause=clause)
 
     def _require_batch(self, batch: Batch) -> None:
         if not isinstance(batch, Batch):
@@ -441,8 +449,8 @@ class StoreLedgers:
         except ValueError:  # a ragged list: no array of counts
             counts = np.empty(0)
         if counts.dtype.kind not in "iu" or counts.shape not in ((), (entries,)) or (counts < 0).any():
-            raise MisuseError(what, expected=f"a non-negative integer, or {entries} of them", got=repr(wanted),
-                              remedy="pass one count per batch entry", clause="C14.4")
+            raise MisuseError(what, expected=f"a non-negative integer for all, or one for each of {entries} entries",
+                              got=repr(wanted), remedy="pass one count, or one per batch entry", clause="C14.4")
         if (counts >= HOLD).any():  # a frontier and a count add up below 2^31
             raise MisuseError(what, expected=f"fewer than {int(HOLD)} columns", got=repr(wanted),
                               remedy="pass one count per batch entry", clause="C14.4")

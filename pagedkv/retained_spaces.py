@@ -108,7 +108,7 @@ class RetainedSpaces:
         """
         space = self.spaces[number]
         if not 0 <= tokens <= space.frontier:
-            raise MisuseError(f"protection of a continuation in pool {self.pool.name}",
+            raise MisuseError(f"protection of Continuation(number={number}) in pool {self.pool.name}",
                               expected=f"0 to {space.frontier} tokens", got=tokens,
                               remedy="only what is committed can be protected", clause="C7.8")
         if tokens >= space.protected_frontier:
@@ -127,7 +127,7 @@ class RetainedSpaces:
                 references, or a copy uses, is cut; nothing changed.
         """
         space = self.spaces[number]
-        what = f"truncate of a continuation in pool {self.pool.name}"
+        what = f"truncate of Continuation(number={number}) in pool {self.pool.name}"
         if not space.protected_frontier <= tokens <= space.frontier:
             raise MisuseError(what, expected=f"{space.protected_frontier} (protected) to {space.frontier} tokens",
                               got=tokens, remedy="lower the protected frontier with protect first", clause="C9.10")

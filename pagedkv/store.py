@@ -162,13 +162,14 @@ class Store(StoreEvidence):
                                    frontier=frontier, keep_source=keep_source)
         if isinstance(answer, Refusal):
             limits = {
-                "context": f"at most max_context = {self.config.max_context} tokens, what the source holds included",
+                "context": f"at most {answer.available} pages, of max_context = {self.config.max_context} tokens, "
+                           "what the source holds included",
                 "rows": f"at most {answer.available} rows",
             }
             raise ActivationRefused(
                 f"activation of {prompt_tokens} + {output_tokens} tokens",
                 expected=limits.get(answer.reason, f"at most {answer.available} pages of {answer.pool}"),
-                got="more" if answer.reason == "context" else f"{answer.needed}",
+                got=f"{answer.needed} pages" if answer.reason == "context" else f"{answer.needed}",
                 remedy="lower the budget" if answer.forever else "finish a sequence first and try again",
                 clause="C10.9", refusal=answer,
             )
@@ -542,6 +543,7 @@ class Store(StoreEvidence):
     def truncate(self, target: Sequence | Continuation, tokens: int, pool: str = "main") -> None:
         """Lower the committed frontier of one pool to `tokens`, then trim, or release what is behind.  (C9.10)
 
+        A continuation's state is of Main's frontier: it goes when that is lowered, until `attach_state` (C2.2).
         Pools are cut one by one (C9.9): a continuation whose Main was cut below a backend's frontier is activated with
         a frontier for every pool.
 

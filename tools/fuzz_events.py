@@ -154,7 +154,7 @@ class EventDrawer:
         weights: dict[Callable[[], Arguments | None], float] = {
             self.activate: 7, self.begin: 26, self.commit: 26, self.fail: 3, self.trim: 8, self.truncate: 8,
             self.ensure: 3, self.finish: 9, self.abort: 1, self.batch: 2, self.misuse: 1, self.overreach: 3,
-            self.resume: 24, self.snapshot: 8, self.release: 4, self.protect: 6, self.cut: 8, self.attach: 1,
+            self.resume: 24, self.snapshot: 8, self.release: 4, self.protect: 6, self.cut: 8, self.attach: 4,
             self.round: 1,
         }  # fmt: skip
         if self.model.growth is not None:  # rows that live long enough to use their leases up
@@ -288,8 +288,9 @@ class EventDrawer:
         return {"continuation": continuation.name, "pool": pool, "tokens": tokens}
 
     def attach(self) -> Arguments | None:
-        """A state for a continuation, or none."""
-        continuation = self._continuation()
+        """A state for a continuation, mostly for one that has none."""
+        bare = [one for one in self.model.retained if one.state is None]
+        continuation = self.rng.choice(bare) if bare and self.rng.random() < 0.7 else self._continuation()
         return None if continuation is None else {"continuation": continuation.name, "state": self._state()}
 
     # ---- units ------------------------------------------------------------------------------------

@@ -556,8 +556,13 @@ class LedgerModel:
         return errors
 
     def truncate(self, holder: SequenceModel | ContinuationModel, pool: str, tokens: int) -> None:
-        """Lower the frontier; the page that is cut inside has other content from now on; then trim."""
+        """Lower the frontier; the page that is cut inside has other content from now on; then trim.
+
+        A state is complete at the frontier of Main that it was attached at, and no other (C2.2).
+        """
         space = holder.spaces[pool]
+        if isinstance(holder, ContinuationModel) and pool == "main" and tokens < space.frontier:
+            holder.state = None
         if tokens < space.frontier and tokens % pk.PAGE_TOKENS:
             self._renew_content(space.pages[tokens // pk.PAGE_TOKENS], pool)
         space.frontier = tokens

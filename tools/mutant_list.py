@@ -446,6 +446,8 @@ MUTANTS: tuple[Mutant, ...] = (
            "            self._store.launch_graph(self.graph)\n",
            "            if not self.replays:\n                self._store.launch_graph(self.graph)\n", (LOOP,)),
     # ---- invariants: KV without the caller's state; and each check of C16 is left out
+    Mutant("C2.2", "a state outlives the frontier it was complete at", "pagedkv/ledgers.py",
+           "            self.continuations.states[number].state = None\n", "            pass\n", (CONTINUATION,)),
     Mutant("C16.16", "KV presence alone is a hit", "pagedkv/activation.py",
            "        if self.continuations.states[number].state is None:\n", "        if False:\n", (ACTIVATION,)),
     *(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import DecodeLoop
+from pagedkv.graphs import DecodeLoop, Unit
 from tests.placement import shuffle_placement
 from tests.toy_model import ToyModel
 
@@ -217,3 +217,30 @@ class BrokenModel:
     def enqueue(self, unit: object) -> None:
         """Fail."""
         raise RuntimeError("out of ideas")
+
+
+class Mute(ToyModel):
+    """A toy model that forgets the tokens of one kind of unit."""
+
+    def __init__(self, store: pk.Store, forgets: str) -> None:
+        super().__init__(store)
+        self.forgets = forgets
+
+    def enqueue(self, unit: Unit) -> None:
+        if unit.key.unit != self.forgets:
+            super().enqueue(unit)
+
+
+@pytest.mark.parametrize("forgets", ["prefill", "decode"])
+def test_a_model_that_writes_no_token_is_found_out_at_once(forgets: str) -> None:
+    """C14.4: it would repeat what another unit left in the words; no frontier moves."""
+    with opened() as store:
+        loop = DecodeLoop(store, Mute(store, forgets))
+        sequence = store.activate(prompt_tokens=5, output_tokens=5)
+        if forgets == "decode":
+            loop.prefill(sequence, prompt(5, 1))
+        before = store.committed_tokens(sequence)
+
+        with pytest.raises(pk.MisuseError, match="write next_tokens of every live column"):
+            loop.step([sequence]) if forgets == "decode" else loop.prefill(sequence, prompt(5, 1))
+        assert store.committed_tokens(sequence) == before

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pagedkv.activation import ActivationTarget
 from pagedkv.config import Backend
 from pagedkv.continuation import Continuation
 from pagedkv.errors import MisuseError, StaleHandle
@@ -297,7 +298,26 @@ def test_truncating_a_continuation_drops_pages_and_cuts_one(tokens: int) -> None
     assert store.column("content", kept)[: pages - cut] == contents[: pages - cut]
     assert not cut or store.column("content", kept)[-1] > max(contents)
     store.check()
+    store.ledgers.attach_state(kept, "state")
     store.append(store.go_on(kept, 5, keep_source=False), 5)
+    store.check()
+
+
+def test_a_state_goes_with_the_frontier_of_main_that_it_was_complete_at() -> None:
+    """KV presence at another is no hit; an equal frontier, and a backend's, leave the state.  (C2.2, C16.16)"""
+    store = SharedLedgers(backend=MTP)
+    kept = store.retain({"main": 130, "mtp": 100})
+    for pool in ("main", "mtp"):
+        store.ledgers.protect(kept, 0, pool)
+    store.ledgers.truncate_continuation(kept, 130, "main")
+    store.ledgers.truncate_continuation(kept, 90, "mtp")
+    assert store.ledgers.continuations.states[kept.number].state == "complete"
+
+    store.ledgers.truncate_continuation(kept, 129, "main")
+    with refused(MisuseError, "C2.2", store.ledgers, match="attach_state"):
+        store.ledgers.explain(ActivationTarget(1, 0, kept))
+    store.ledgers.attach_state(kept, "another")
+    store.go_on(kept)
     store.check()
 
 

@@ -347,7 +347,7 @@ def test_a_row_that_is_not_extended_runs_on_its_cushion_and_ends_covered() -> No
     assert covered(ledgers, [sequence]) == [127]
     assert run_to_the_end(ledgers, sequence) == 448
     assert covered(ledgers, [sequence]) == [0]
-    with refused(EntitlementExceeded, "C9.3", ledgers):
+    with refused(EntitlementExceeded, "C9.3", ledgers, match="begin a round first"):
         begin(ledgers, sequence, 1)
     check_ledgers(ledgers)
 

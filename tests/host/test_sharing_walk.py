@@ -207,6 +207,8 @@ class SharingWalk:
                 del self.kept[kept]
                 break
         self.counts["truncate kept"] += 1
+        if kept in self.kept:
+            self.ledgers.attach_state(kept, "state")
 
     def protect(self) -> None:
         kept = self._any(self.kept)
