@@ -11,6 +11,9 @@ sampled by prefill and delivered with the first step; the last one is never writ
 tokens and lengths are the loop's business, sampling is the model's (C1.2, C14).  A row whose next column
 no lease covers ends with reason "length" where it stands (C9.2).
 
+What the loop knows of a sequence it keeps until `forget`, or until another sequence of the same row is prefilled or
+resumed: never more than `max_concurrency` of them.
+
 Read next: `tools/llama.py`, a model.
 """
 
@@ -73,7 +76,7 @@ class DecodeLoop:
 
     Args:
         store: an open store.
-        model: what `Model` says; it is called once per shape.
+        model: an object, what `Model` says; it is called to warm up and to capture each shape.
         prefill_chunk: most tokens of one prefill unit, 16 to the store's `prefill_columns_max`; None is 128, or that
             if less.
         use_graphs: False enqueues every unit eagerly; results are the same, bit for bit (C14.6).
@@ -84,11 +87,16 @@ class DecodeLoop:
 
     Raises:
         ConfigError: `prefill_chunk` is out of range.
+        MisuseError: no store, or a model that cannot be enqueued, such as its class.
     """
 
     def __init__(
         self, store: pk.Store, model: Model, *, prefill_chunk: int | None = None, use_graphs: bool = True
     ) -> None:
+        if isinstance(model, type):
+            raise pk.MisuseError("a decode loop", expected="a model, which is an object with enqueue(unit)",
+                                 got=f"the class {model.__name__}", remedy="make one of the class and pass that",
+                                 clause="C15")
         if not isinstance(store, pk.Store) or not callable(getattr(model, "enqueue", None)):
             raise pk.MisuseError("a decode loop", expected="an open Store, and a model with enqueue(unit)",
                                  got=f"{type(store).__name__} and {type(model).__name__}",
@@ -151,7 +159,7 @@ class DecodeLoop:
             self._deliver(progress, sampled, frozenset())
         else:
             progress.reason = "length"
-        self._progress[sequence] = progress
+        self._keep(sequence, progress)
 
     def last_token(self, sequence: pk.Sequence) -> int:
         """Return the token that was sampled last and is not in the cache: what `resume` goes on from.
@@ -160,7 +168,7 @@ class DecodeLoop:
         `store.snapshot` (C2.2).
 
         Raises:
-            MisuseError: a sequence that this loop has not prefilled.
+            MisuseError: a sequence that this loop does not know.
         """
         return self._progress_of(sequence).last_token
 
@@ -185,7 +193,7 @@ class DecodeLoop:
                                  remedy="activate from a continuation, with room for the token", clause="C9.2")
         progress = _Progress(tokens_left=budget - committed - 1, last_token=token)
         self._stop_at_pending(progress, frozenset())
-        self._progress[sequence] = progress
+        self._keep(sequence, progress)
 
     def step(
         self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
@@ -198,9 +206,10 @@ class DecodeLoop:
             what the pool could reserve for it.
 
         Raises:
-            MisuseError: a sequence that this loop has not prefilled, one named twice, stop tokens that are no ids, or
+            MisuseError: a sequence that this loop does not know, one named twice, stop tokens that are no ids, or
                 a model that sampled a negative id; nothing was delivered, and no frontier moved.
-            StaleHandle: a sequence that was finished and not forgotten.
+            StaleHandle: a sequence that runs here still was finished in the store; nothing was delivered.  One that
+                has ended here may be named, finished or not: it gets what is undelivered, then nothing.
         """
         return self._step(self._named(sequences), _stop_ids(stop_tokens))
 
@@ -226,6 +235,8 @@ class DecodeLoop:
     ) -> Iterator[dict[pk.Sequence, list[int]]]:
         """Step until every sequence has ended; yields {sequence: new tokens} after each step.
 
+        Between two steps the caller may finish and forget what has ended, and prefill others in its row.
+
         Raises:
             MisuseError, StaleHandle: as `step`; what is wrong with the arguments is said at once.
         """
@@ -235,19 +246,29 @@ class DecodeLoop:
         self, named: tuple[pk.Sequence, ...], stops: frozenset[int]
     ) -> Iterator[dict[pk.Sequence, list[int]]]:
         while tokens := self._step(named, stops):
+            named = tuple(sequence for sequence in named if self._progress[sequence].reason is None)
             yield tokens
 
     def finish_reason(self, sequence: pk.Sequence) -> FinishReason | None:
         """Return why the sequence ended: "stop", "length", or None while it runs.
 
         Raises:
-            MisuseError: a sequence that this loop has not prefilled.
+            MisuseError: a sequence that this loop does not know.
         """
         return self._progress_of(sequence).reason
 
     def forget(self, sequence: pk.Sequence) -> None:
-        """Drop what the loop knows of a sequence, before or after the store finishes it."""
+        """Drop what the loop knows of a sequence, before or after the store finishes it.
+
+        Who never calls it loses nothing: the next sequence of the same row drops it too.
+        """
         self._progress.pop(sequence, None)
+
+    def _keep(self, sequence: pk.Sequence, progress: _Progress) -> None:
+        """Know a sequence from here on, and none that had its row before: the store has ended those."""
+        for earlier in [known for known in self._progress if known.row == sequence.row]:
+            del self._progress[earlier]
+        self._progress[sequence] = progress
 
     def _decode(self, running: tuple[pk.Sequence, ...], stops: frozenset[int]) -> None:
         calls_before = self.store.device.driver_calls
@@ -325,7 +346,7 @@ class DecodeLoop:
                     self.store.truncate(sequence, frontier)
 
     def _named(self, sequences: Iterable[pk.Sequence]) -> tuple[pk.Sequence, ...]:
-        """Return sequences, each prefilled here and named once."""
+        """Return sequences, each known here and named once."""
         named = tuple(sequences) if isinstance(sequences, Iterable) else ()
         if not isinstance(sequences, Iterable) or not all(isinstance(sequence, pk.Sequence) for sequence in named) or (
             len(set(named)) != len(named)
@@ -351,8 +372,9 @@ class DecodeLoop:
     def _progress_of(self, sequence: pk.Sequence) -> _Progress:
         progress = self._progress.get(sequence) if isinstance(sequence, pk.Sequence) else None
         if progress is None:
-            raise pk.MisuseError(f"decoding {sequence}", expected="a sequence this loop has prefilled", got="another",
-                                 remedy="call prefill first", clause="C9.4")
+            raise pk.MisuseError(f"decoding {sequence}", expected="a sequence that this loop has prefilled or resumed",
+                                 got="one that it has not, or has forgotten, or whose row another sequence has",
+                                 remedy="call prefill or resume first", clause="C9.4")
         return progress
 
 

@@ -398,6 +398,8 @@ def test_a_loop_is_built_of_a_store_and_a_model() -> None:
         for wrong in ((None, ToyModel(store)), (store, None), (store, object())):
             with pytest.raises(pk.MisuseError, match="a decode loop"):
                 DecodeLoop(*wrong)
+        with pytest.raises(pk.MisuseError, match="got the class ToyModel; make one of the class"):
+            DecodeLoop(store, ToyModel)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ask", [

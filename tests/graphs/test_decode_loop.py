@@ -211,6 +211,81 @@ def test_a_failing_model_thaws_its_rows() -> None:
         store.finish(sequence)
 
 
+@pytest.mark.deferred
+def test_an_ended_sequence_gets_what_is_undelivered_also_when_it_was_finished() -> None:
+    """What `step` says of a sequence that has ended here: no error, its last tokens, then nothing."""
+    with opened(concurrency=1) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=10, output_tokens=1)
+        loop.prefill(sequence, prompt(10, 1))
+        store.finish(sequence)
+
+        assert [1] == [len(tokens) for tokens in loop.step([sequence]).values()]
+        assert {} == loop.step([sequence])
+        assert "length" == loop.finish_reason(sequence)
+
+
+@pytest.mark.deferred
+def test_a_running_sequence_that_was_finished_is_stale_and_nothing_is_delivered() -> None:
+    """C10.1: the other one gets the same tokens from the next call."""
+    with opened() as store:
+        reference = generate(store, [prompt(20, 2)], 4)[0]
+        loop = DecodeLoop(store, ToyModel(store))
+        gone, other = (store.activate(prompt_tokens=20, output_tokens=4) for _ in range(2))
+        loop.prefill(gone, prompt(20, 1))
+        loop.prefill(other, prompt(20, 2))
+        store.finish(gone)
+        with pytest.raises(pk.StaleHandle, match="finished"):
+            loop.step([gone, other])
+
+        assert reference == [token for tokens in loop.decode([other]) for token in tokens[other]]
+
+
+def test_a_server_that_never_forgets_keeps_one_sequence_a_row() -> None:
+    """What came before in a row is dropped by prefill and by resume alike, and then refused."""
+    with opened(concurrency=2) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        for _ in range(3):
+            sequences = [store.activate(prompt_tokens=8, output_tokens=3) for _ in range(2)]
+            for sequence in sequences:
+                loop.prefill(sequence, prompt(8, 1))
+            for _ in loop.decode(sequences):
+                pass
+            last = loop.last_token(sequences[0])
+            kept = store.finish(sequences[0], retain=True, state=last)
+            store.finish(sequences[1])
+            again = store.activate(source=kept, keep_source=False, prompt_tokens=0, output_tokens=4)
+            loop.resume(again, last)
+
+            assert set(loop._progress) == {again, sequences[1]}
+            with pytest.raises(pk.MisuseError, match="prefill or resume first"):
+                loop.finish_reason(sequences[0])
+            assert 3 == sum(len(tokens[again]) for tokens in loop.decode([again])), "the pending token is one of four"
+            store.finish(again)
+
+
+def test_a_row_can_change_hands_between_two_steps_of_decode() -> None:
+    """A server finishes what has ended, with or without `forget`, and prefills another in its row."""
+    with opened(concurrency=2) as store:
+        reference = generate(store, [prompt(20, 2)], 6)[0]
+        loop = DecodeLoop(store, ToyModel(store))
+        short, long = (store.activate(prompt_tokens=20, output_tokens=output) for output in (2, 6))
+        loop.prefill(short, prompt(20, 1))
+        loop.prefill(long, prompt(20, 2))
+        said: list[int] = []
+        for tokens in loop.decode([short, long]):
+            said += tokens[long]
+            if short in tokens:
+                assert "length" == loop.finish_reason(short)
+                store.finish(short)
+                later = store.activate(prompt_tokens=20, output_tokens=2)
+                loop.prefill(later, prompt(20, 3))
+                assert later.row == short.row
+
+        assert said == reference
+        assert 2 == sum(len(tokens[later]) for tokens in loop.decode([later]))
+
+
 class BrokenModel:
     """Raises when it is enqueued."""
 
