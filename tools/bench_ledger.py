@@ -15,6 +15,8 @@ Read next: `command.py`.
 from __future__ import annotations
 
 import gc
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -50,10 +52,11 @@ class Figure:
     floor_us: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figure as it stands in `operations`."""
+        """Return the figure as it stands in `operations`, to a hundredth of a microsecond."""
         return {
-            "operation": self.operation, "pages": self.pages, "us": self.us, "us_mean": self.us_mean,
-            "us_p95": self.us_p95, "floor_us": self.floor_us,
+            "operation": self.operation, "pages": self.pages, "us": round(self.us, 2),
+            "us_mean": round(self.us_mean, 2), "us_p95": round(self.us_p95, 2),
+            "floor_us": None if self.floor_us is None else round(self.floor_us, 2),
         }  # fmt: skip
 
 
@@ -273,5 +276,8 @@ def report(figures: list[Figure], *, is_shredded: bool) -> dict[str, Any]:
     return {
         "schema": 1,
         "layout": "shredded" if is_shredded else "packed",
+        "machine": {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()},
+        "python": platform.python_version(),
+        "numpy": np.__version__,
         "operations": [figure.as_json() for figure in figures],
     }

@@ -28,6 +28,7 @@ from pagedkv.tools.byte_count import byte_count
 EXIT_FINDING = 1
 EXIT_USAGE = 2
 EXIT_MISSING = 3
+CODECS_WORDS = ("codecs", "codecs.md")
 ARCHITECTURE_COLUMNS = ("name", "arch", "registers", "spill_load", "spill_store", "local", "shared", "occupancy")
 
 
@@ -93,13 +94,13 @@ def doctor(as_json: bool) -> None:
 @click.argument("clause", nargs=-1)
 @click.pass_context
 def help_command(ctx: click.Context, clause: tuple[str, ...]) -> None:
-    """Print a clause of the contract or a section of the codecs.
+    """Print clauses of the contract or sections of the codecs.
 
-    CLAUSE is a name as errors cite it: C12.2, C12 or codecs 3. Without one, the commands and the titles of all
-    sections are listed.
+    CLAUSE is a name as errors cite it: C12.2, C12 or codecs 3; several are printed in the order given. Without one, the
+    commands and the titles of all sections are listed.
     """
     if clause:
-        click.echo(pk.clause(" ".join(clause)))
+        click.echo("\n\n".join([pk.clause(name) for name in clause_names(clause)]))
         return
     click.echo("Commands (pagedkv COMMAND --help):\n")
     commands = list(all_commands(main, ctx))
@@ -110,6 +111,19 @@ def help_command(ctx: click.Context, clause: tuple[str, ...]) -> None:
     for section in pk.clauses().values():
         if section.is_section:
             click.echo(f"  {section.name:<10}{section.title}")
+
+
+def clause_names(words: Sequence[str]) -> list[str]:
+    """Return the names that the words of a command line make: `codecs` and what follows it are one name."""
+    names: list[str] = []
+    is_open = False
+    for word in words:
+        if is_open:
+            names[-1] += f" {word}"
+        else:
+            names.append(word)
+        is_open = not is_open and word.strip().lower() in CODECS_WORDS
+    return names
 
 
 def all_commands(group: click.Group, ctx: click.Context, prefix: str = "") -> Sequence[tuple[str, str]]:
@@ -246,9 +260,10 @@ def plan(
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def fuzz(seed: int, events: int, device: str, as_json: bool) -> None:
-    """Walk a store at random beside a model of the contract, and compare all there is.
+    """Walk a store at random beside a model of the contract.
 
-    A difference is a finding: exit code 1, with seed, event and the shortest history that shows it.
+    After every event all there is to see is compared. A difference is a finding: exit code 1, with seed, event and the
+    shortest history that shows it.
     """
     from pagedkv.tools import fuzz as fuzzing
     from pagedkv.tools.finding import FuzzFound
@@ -276,7 +291,10 @@ def fuzz(seed: int, events: int, device: str, as_json: bool) -> None:
 
 @main.group()
 def journal() -> None:
-    """Look at what a store decided, as open_store(journal=...) wrote it."""
+    """Look at what a store decided, as its journal says.
+
+    open_store(journal=...) writes one.
+    """
 
 
 @journal.command(name="replay")
@@ -316,9 +334,10 @@ def kernels() -> None:
 @click.option("--module", "modules", multiple=True, help="Only modules whose name contains this; repeatable.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time; the number of cores by default.")
 def kernels_report(as_json: bool, architectures: tuple[str, ...], modules: tuple[str, ...], jobs: int | None) -> None:
-    """Registers, spills, local and shared bytes of every shipped kernel.
+    """Say what registers and memory every shipped kernel takes.
 
-    Compiles the set with NVRTC for every architecture; needs no GPU. A spill or local memory is a finding: exit code 1.
+    Compiles the set with NVRTC for every architecture, and prints registers, spills, local and shared bytes; needs no
+    GPU. A spill or local memory is a finding: exit code 1.
     """
     from pagedkv.tools import kernel_set
 
@@ -378,9 +397,10 @@ def bench() -> None:
 @click.option("--samples", type=click.IntRange(min=1), default=200, show_default=True, help="Calls per figure.")
 @click.option("--shredded", is_flag=True, help="Let no two free pages adjoin.")
 def bench_ledger(as_json: bool, sizes: tuple[int, ...], samples: int, shredded: bool) -> None:
-    """Microseconds of admission, fork, finish, snapshot, retain, release and move, by pages.
+    """Time the bulk operations of the ledgers, by pages.
 
-    Times the ledgers alone, without a device: medians, and what the bare NumPy work costs beside them.
+    Admission, fork, finish, snapshot, retain, release and move, in microseconds, without a device; and what the bare
+    NumPy work costs beside them. With --json also the machine, and the versions of Python and NumPy.
     """
     from pagedkv.tools import bench_ledger as ledger
 

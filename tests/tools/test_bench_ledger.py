@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import platform
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -30,6 +33,18 @@ def test_json_has_every_operation_at_every_size() -> None:
     ]
     for figure in figures["operations"]:
         assert min(figure["us"], figure["us_mean"], figure["us_p95"]) > 0
+
+
+def test_json_says_where_it_was_measured_and_to_what_digit() -> None:
+    """A figure alone is of no machine; hundredths of a microsecond are below what repeats."""
+    figures = json.loads(invoke("--json", "--pages", "1").stdout)
+    times = [f[key] for f in figures["operations"] for key in ("us", "us_mean", "us_p95", "floor_us")]
+
+    assert platform.python_version() == figures["python"]
+    assert np.__version__ == figures["numpy"]
+    assert figures["machine"]["processor"]
+    assert os.cpu_count() == figures["machine"]["cpus"]
+    assert [] == [us for us in times if us is not None and us != round(us, 2)]
 
 
 def test_the_floor_stands_beside_fork_and_finish() -> None:

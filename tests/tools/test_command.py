@@ -62,6 +62,34 @@ def test_help_prints_a_codec_section_with_or_without_quotes() -> None:
     assert invoke("help", "codecs", "3").stdout == invoke("help", "codecs 3").stdout == pk.clause("codecs 3") + "\n"
 
 
+def test_help_prints_several_clauses_in_the_order_given() -> None:
+    """As an error cites them, side by side; a codec section among them is two words."""
+    for words, names in (
+        (("C10.8", "C12.3"), ("C10.8", "C12.3")),
+        (("C12.3", "codecs", "3", "C10.8"), ("C12.3", "codecs 3", "C10.8")),
+        (("codecs.md", "3", "codecs 4"), ("codecs 3", "codecs 4")),
+    ):
+        result = invoke("help", *words)
+
+        assert (0, "\n\n".join(pk.clause(name) for name in names) + "\n") == (result.exit_code, result.stdout)
+
+
+def test_one_unknown_clause_among_several_is_usage() -> None:
+    """Exit code 2; not half an answer on stdout."""
+    for words in (("C10.8", "c12.9"), ("C10.8", "codecs")):
+        assert (2, "") == ((result := invoke("help", *words)).exit_code, result.stdout)
+
+
+@pytest.mark.parametrize("path", [(), ("bench",), ("journal",), ("kernels",)], ids=" ".join)
+def test_the_lists_of_commands_cut_no_sentence(path: tuple[str, ...]) -> None:
+    """Click ends what does not fit 80 columns with three dots."""
+    for result in (invoke(*path, "--help"), invoke("help")):
+        _, _, listed = result.stdout.partition("Commands")
+
+        assert listed
+        assert "..." not in listed
+
+
 def test_help_lists_commands_and_sections() -> None:
     """Nested commands under their full names."""
     result = invoke("help")
