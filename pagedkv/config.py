@@ -169,7 +169,8 @@ class PoolConfig:
 
     Attributes:
         pages: page groups that leases may name, ids 0 to pages - 1.
-        lead_tokens: how far beyond the sequence's own budget a row may write provisionally.
+        lead_tokens: how far beyond the sequence's own budget a row may write provisionally; both together are
+            reserved in whole pages.
         guard_pages: page groups behind them that no lease ever names; 1 in sanitizer mode (C11.1).
     """
 
@@ -223,6 +224,9 @@ class StoreConfig:
             `Store.begin_round` (C9.2).
         lease_window_tokens: output tokens that an activation reserves, and the most that an extension adds.
         forced_span_tokens: most tokens that the embedder appends at once without sampling; the cushion holds them.
+
+    What an activation asks for is reserved in whole pages: a row may write to the end of the last page of its budget,
+    below `max_context`.  A backend's lead is added to the budget before that is rounded up: it is in whole pages too.
 
     Raises:
         ConfigError: a value outside its range, a head_dim or group that no kernel serves, or a

@@ -76,6 +76,9 @@ class Store(StoreEvidence):
         control_ingress, control_egress: int32 words of every unit on `stream`, at fixed addresses (C15.1).
         graph_bytes: bytes handed to captured units so far; planned as the graph allowance.
 
+    A sequence's budget, a backend's lead included, is reserved in whole pages: its row may write to the end of the last
+    one, below max_context; `covered_columns` says how far.
+
     Every attribute is written by the store alone.  Every method but `close`, `memory_summary` and `event_counts` raises
     MisuseError on a closed store or from another thread or process, and StoreLatched after a device error (C12.4); what
     it raises besides stands at the method.  What breaks off the copies by which tables follow memberships that changed
@@ -133,7 +136,7 @@ class Store(StoreEvidence):
         """Activate in every pool, from nothing or from a continuation, or say why not.  (C9.2, C10.2, C10.9)
 
         Args:
-            prompt_tokens, output_tokens: the budget; with a source, what comes behind its frontier.
+            prompt_tokens, output_tokens: the budget, in whole pages; with a source, what comes behind its frontier.
             source, frontier, keep_source: as `ActivationTarget` says: a Fork, or with keep_source=False a Move.
 
         Raises:

@@ -88,7 +88,10 @@ class StoreEvidence(StoreLife):
         return self._ledgers.events.observe(observer)
 
     def event_counts(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return, per pool and kind of event, pages and bytes so far, observed or not; works when latched.  (C3.11)"""
+        """Return, per pool and kind of event, pages and bytes so far, observed or not; works when latched.  (C3.11)
+
+        Bytes are those of the page groups in all planes, of "publish" too, which copies table entries only.
+        """
         counts: dict[str, dict[str, dict[str, int]]] = {}
         for pool in self.config.pools:
             pages, page_bytes = self._ledgers.spaces[pool.name].events.pages, pool.page_bytes

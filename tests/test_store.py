@@ -57,6 +57,24 @@ def test_a_failed_unit_leaves_frontiers_and_thaws() -> None:
         store.check()
 
 
+@pytest.mark.parametrize(("output", "columns"), [(5, {"main": 64, "mtp": 64}), (52, {"main": 64, "mtp": 64}),
+                                                 (53, {"main": 64, "mtp": 128}), (246, {"main": 256, "mtp": 256})])
+def test_budget_and_lead_are_reserved_in_whole_pages(output: int, columns: dict[str, int]) -> None:
+    """C9.1, C5.6: a row may write to the end of its last page, below S = 256; the lead is rounded up with it."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        sequence = store.activate(prompt_tokens=10, output_tokens=output)
+        batch = store.batch([sequence])
+        assert columns == {pool: int(store.covered_columns(batch, pool)[0]) for pool in ("main", "mtp")}
+        with pytest.raises(pk.EntitlementExceeded if output < 246 else pk.MisuseError):
+            store.begin_unit(batch, columns["main"] + 1)
+
+        unit = store.begin_unit(batch, columns)
+        store.wait(unit)
+        store.commit(unit)
+        assert columns["main"] == store.committed_tokens(sequence) >= store.budget_tokens(sequence)
+        store.check()
+
+
 def test_an_abort_in_flight_takes_effect_at_the_boundary() -> None:
     """C12.4: finish is refused, abort is accepted and ends the sequence with its unit."""
     with pk.open_store(CONFIG, device="cpu") as store:
