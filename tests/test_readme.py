@@ -1,7 +1,8 @@
-"""The README's code runs as it stands."""
+"""The README's code runs as it stands, and prints what its comments say."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -10,37 +11,74 @@ from pathlib import Path
 
 import pytest
 
+import pagedkv as pk
+from pagedkv.graphs import DecodeLoop
+
 README = Path(__file__).resolve().parent.parent / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def printed(code: str, folder: Path) -> list[str]:
+    """Return the lines that code prints, in a process and a folder of its own."""
+    script = folder / "example.py"
+    script.write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=folder,
+                          env={**os.environ, "PYTHONPATH": str(README.parent)}, check=False)
+
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def comment_of(code: str, start: str) -> str:
+    """Return the comment behind the one line that starts so."""
+    (line,) = [line for line in code.splitlines() if line.strip().startswith(start)]
+    return line.partition(" # ")[2]
 
 
 def test_the_fifteen_lines_run(tmp_path: Path) -> None:
-    """A reader who pastes the embedding example gets twenty tokens and no error."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert blocks, "the README has no python block"
-    assert len(blocks[0].splitlines()) == 15
-    script = tmp_path / "example.py"
-    script.write_text(blocks[0], encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=README.parent,
-                          env=_environment(), check=False)
+    """A reader who pastes the embedding example gets the twenty tokens of its comment and no error."""
+    assert len(BLOCKS[0].splitlines()) == 15
+    (line,) = printed(BLOCKS[0], tmp_path)
+    parts = re.findall(r"\[(\d+)\] \* (\d+)", comment_of(BLOCKS[0], "print("))
+    tokens = [int(token) for token, count in parts for _ in range(int(count))]
 
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.strip().strip("[]").split(",")) == 20
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(README.parent)}
+    assert ast.literal_eval(line) == tokens
+    assert len(tokens) == 20
 
 
 def test_the_second_example_goes_on_from_the_first(tmp_path: Path) -> None:
     """Fork, Snapshot and Move as the README shows them."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    script = tmp_path / "example.py"
-    script.write_text("\n".join(blocks[:2]), encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=README.parent,
-                          env=_environment(), check=False)
+    assert printed("\n".join(BLOCKS[:2]), tmp_path)[1:] == [comment_of(BLOCKS[1], "print(")]
 
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.strip().splitlines()) == 2
+
+def test_what_it_tells_while_it_runs_is_what_it_prints(tmp_path: Path) -> None:
+    """By itself: the event, the counter, and a journal that the command repeats."""
+    event, counts = printed(BLOCKS[2], tmp_path)
+
+    assert event == comment_of(BLOCKS[2], "store.trim(")
+    assert comment_of(BLOCKS[2], "print(") == f"{counts}, observed or not"
+    with (tmp_path / "run.jsonl").open(encoding="utf-8") as lines:
+        assert pk.replay_journal(lines).difference is None
+
+
+def test_the_calls_of_your_own_loop_exist() -> None:
+    """One line each, under the names that the library has."""
+    section = TEXT.partition("## Your own loop")[2].partition("\n## ")[0]
+    calls = [name for row in section.splitlines() if row.startswith("| `")
+             for name in re.findall(r"(store|loop)\.(\w+)\(", row.split(" | ")[0])]  # fmt: skip
+
+    assert len(calls) == 11
+    assert [] == [name for owner, name in calls if not hasattr(pk.Store if owner == "store" else DecodeLoop, name)]
+
+
+def test_the_extras_that_the_readme_names_are_the_projects() -> None:
+    """Into one's own environment."""
+    project = (README.parent / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.findall(r"'\.\[(\w+)\]'", TEXT)
+
+    assert extras
+    assert [] == [extra for extra in extras if f"\n{extra} = [" not in project]
 
 
 @pytest.mark.parametrize(
@@ -48,5 +86,5 @@ def test_the_second_example_goes_on_from_the_first(tmp_path: Path) -> None:
 )
 def test_files_that_the_readme_names_exist(name: str) -> None:
     """A reader is sent to files that are there."""
-    assert name in README.read_text(encoding="utf-8")
+    assert name in TEXT
     assert (README.parent / name).is_file()
