@@ -55,7 +55,8 @@ class ActivationTarget:
         source: a retained continuation to go on from; None starts from nothing.
         frontier: how much of the source: None is all that is committed in each pool, a number is Main's, which is
             all there is without a backend, and a mapping names every pool (C9.9).
-        keep_source: True leaves the source as it is (Fork), False turns it into the sequence (Move).
+        keep_source: True leaves the source as it is (Fork), False turns it into the sequence (Move); what the source
+            protects ends with it then, so `frontier` may lie below that (C7.8).
 
     Raises:
         MisuseError: counts that are no integers or too small, or a frontier without a source.  More than S together
