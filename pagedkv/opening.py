@@ -15,6 +15,7 @@ from pagedkv.errors import MisuseError
 from pagedkv.journal import Journal, TextSink
 from pagedkv.planner import CapacityPlan, plan
 from pagedkv.store import Store, require_config
+from pagedkv.undo import undo_all
 
 _LOG = logging.getLogger("pagedkv")
 
@@ -22,7 +23,7 @@ _LOG = logging.getLogger("pagedkv")
 def open_store(
     config: StoreConfig, device: str | Device = "auto", *, journal: str | PathLike[str] | TextSink | None = None
 ) -> Store:
-    """Open a store on a device: "auto", "cpu", "cuda" or a Device.
+    """Open a store on a device: "auto", "cpu", "cuda" or a Device.  A device that is named closes with the store.
 
     Says in one line of the `pagedkv` log which device it is and why.  Automatic capacity is resolved here, once, with
     the memory that is free after this process's caches were emptied (C5.3): a second line says what was free, wanted
@@ -40,22 +41,39 @@ def open_store(
         MisuseError: no such device, or a journal that cannot be written.
     """
     require_config(config)
-    chosen = open_device(device) if isinstance(device, str) else device
+    if isinstance(device, str):
+        return _open_owning(config, open_device(device), journal)
+    return _open(config, device, journal)
+
+
+def _open_owning(config: StoreConfig, device: Device, journal: str | PathLike[str] | TextSink | None) -> Store:
+    """Open a store that closes its device, which is closed too when there will be no store."""
+    try:
+        store = _open(config, device, journal)
+    except BaseException as error:
+        undo_all([(type(device).close, device)], error)
+        raise
+    store.owns_device = True
+    return store
+
+
+def _open(config: StoreConfig, chosen: Device, journal: str | PathLike[str] | TextSink | None) -> Store:
+    """Resolve automatic capacity and build the store."""
     if not all(hasattr(chosen, name) for name in ("description", "stream", "empty", "load")):
-        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=repr(device),
+        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=repr(chosen),
                           remedy="pass a name, or what open_device returned", clause="C1.1")
     _LOG.info("device: %s", chosen.description)
     if not isinstance(config.kv_capacity, AutoCapacity):
-        return _open(config, chosen, None, journal)
+        return _build(config, chosen, None, journal)
     cache_bytes = chosen.empty_caches()
     free_bytes, total_bytes = chosen.memory_bytes()
     made = plan(config, free_bytes, total_bytes=total_bytes, cache_bytes=cache_bytes)
     is_degraded = made.is_clamped and config.kv_capacity.min_tokens is None
     _LOG.log(logging.WARNING if is_degraded else logging.INFO, "%s", made.summary())
-    return _open(made.config, chosen, made, journal)
+    return _build(made.config, chosen, made, journal)
 
 
-def _open(
+def _build(
     config: StoreConfig, device: Device, made: CapacityPlan | None, target: str | PathLike[str] | TextSink | None
 ) -> Store:
     """Build the store with its journal, whose file is closed again when the store cannot be built."""

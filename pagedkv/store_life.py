@@ -30,6 +30,9 @@ class StoreLife:
     _withdraws = False
     """Whether what leaves a membership is written to a table at once (sanitizer mode); set by the store."""
 
+    owns_device = False
+    """Whether the device closes with the store, because `open_store` opened it by name; set there."""
+
     def __init__(self, device: Device) -> None:
         self.device = device
         self.stream: Stream = device.stream()
@@ -56,11 +59,13 @@ class StoreLife:
                           remedy="open another store from the same StoreConfig", clause="C1.1")
 
     def close(self) -> None:
-        """Wait for the stream and give the slabs back; closing twice is harmless.
+        """Wait for the stream, give the slabs back, and close a device that `open_store` opened by name.
+
+        Closing twice is harmless.
 
         Raises:
-            DeviceFault: a kernel failed meanwhile; the fault is the evidence.  The store is closed nevertheless, as
-                after everything else that draining the stream raises.
+            DeviceFault: a kernel failed meanwhile, or had written beyond a buffer; the fault is the evidence.  The
+                store is closed nevertheless, as after everything else that draining the stream raises.
             CaptureRefused: the stream is capturing; the store stays open.
         """
         if self._is_closed:
@@ -76,6 +81,8 @@ class StoreLife:
         finally:
             self._is_closed = True
             self._release()
+            if self.owns_device:
+                self.device.close()
 
     def _release(self) -> None:
         """Let go of the device's arrays; the store is closed already."""

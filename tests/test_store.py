@@ -185,3 +185,17 @@ def test_a_store_needs_a_configuration() -> None:
     """The first refusal a user meets."""
     with pytest.raises(pk.ConfigError, match="StoreConfig"):
         pk.open_store({"profile": "bf16"}, device="cpu")  # type: ignore[arg-type]
+
+
+def test_a_device_that_was_named_closes_with_its_store() -> None:
+    """Its threads and stacks go at once, not when a garbage collection finds them; a device that was passed stays."""
+    store = pk.open_store(CONFIG, device="cpu")
+    named = store.device
+    store.close()
+    with pytest.raises(pk.MisuseError, match="closed device"):
+        named.stream()
+
+    passed = pk.open_device("cpu")
+    pk.open_store(CONFIG, device=passed).close()
+    passed.stream()
+    passed.close()

@@ -10,9 +10,14 @@ import pytest
 
 import pagedkv.opening
 from pagedkv.devices.cuda import CudaDevice
+from pagedkv.devices.cuda_runtime import CudaRuntime
+from tests.cuda.fake_cupy import FakeCupy
 from tests.graphs.test_decode_loop import *  # noqa: F403 - every test of that file
 
 
 @pytest.fixture(autouse=True)
-def _open_the_cuda_device(fake_device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pagedkv.opening, "open_device", lambda name: fake_device)
+def _open_the_cuda_device(machine: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(_: str) -> CudaDevice:
+        return CudaDevice(runtime=CudaRuntime(machine), announce=lambda line: None)
+
+    monkeypatch.setattr(pagedkv.opening, "open_device", opened)
