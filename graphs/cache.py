@@ -21,7 +21,7 @@ class GraphCache:
         self._units: dict[GraphKey, CapturedUnit] = {}
 
     def unit(self, key: GraphKey) -> CapturedUnit:
-        """Return the captured unit of a shape, captured now if it is new."""
+        """Return the captured unit of a shape, captured now if it is new; blanks its egress until it has run once."""
         found = self._units.get(key)
         if found is None:
             found = CapturedUnit(self._store, self._model, key, use_graph=self._use_graphs)

@@ -6,7 +6,9 @@
 The first node of a unit copies the whole ingress to the device, the last one copies the egress back,
 so publishing selectors costs no call of its own.  The host writes `ingress` only between units and
 reads `egress` only after the unit completed.  The pinned words are each shape's own; the device words are the
-store's, shared by every shape: units run one after the other on one stream, and each begins by overwriting them.
+store's, shared by every shape: units run one after the other on one stream, and each begins by overwriting its
+ingress.  What stands in the egress is the last unit's until the model writes it, so the first run of a shape finds it
+blank (`cache.py`): a model that enqueues no write there is found out, one that writes only at times is not.
 
 Read next: `unit.py`.
 """

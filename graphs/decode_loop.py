@@ -398,7 +398,7 @@ def _sampled(captured: CapturedUnit, count: int, columns: int) -> npt.NDArray[np
     """Return the token after the last live column of each entry, (b,) int32.
 
     Raises:
-        MisuseError: a negative one: the model left it unwritten.
+        MisuseError: a negative one: the model wrote it, or enqueued no write of it, as the first run of a shape shows.
     """
     sampled = captured.unit.control.read_next_tokens(count)[:, columns - 1]
     if (sampled < 0).any():

@@ -37,7 +37,7 @@ class StoreEvidence(StoreLife):
         self._journal = journal
 
     def close(self) -> None:
-        """Wait for the stream, give the slabs back, and close the journal; closing twice is harmless.
+        """Wait for the stream, give the slabs back, and close a device opened by name and the journal, once.
 
         Raises:
             DeviceFault, CaptureRefused: as `StoreLife.close`.
