@@ -1,7 +1,4 @@
-"""Graphs: units of work captured once per shape and replayed between scheduling decisions.  (C15)
-
-Read next: `key.py`, then `decode_loop.py`.
-"""
+"""Graphs: units of work captured once per shape and replayed between scheduling decisions.  (C15)"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""GraphCache: the captured units of one store and one model, by shape.  (C15.2)
-
-Read next: `scheduler.py`.
-"""
+"""GraphCache: the captured units of one store and one model, by shape.  (C15.2)"""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@
     3  capture the same enqueue; instantiate; upload
 
 Warm-up and capture select no row, so they touch no page.
-
-Read next: `cache.py`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ reads `egress` only after the unit completed.  The pinned words are each shape's
 store's, shared by every shape: units run one after the other on one stream, and each begins by overwriting its
 ingress.  What stands in the egress is the last unit's until the model writes it, so the first run of a shape finds it
 blank (`cache.py`): a model that enqueues no write there is found out, one that writes only at times is not.
-
-Read next: `unit.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ no lease covers ends with reason "length" where it stands (C9.2).
 
 What the loop knows of a sequence it keeps until `forget`, or until another sequence of the same row is prefilled or
 resumed: never more than `max_concurrency` of them.
-
-Read next: `tools/llama.py`, a model.
 """
 
 from __future__ import annotations

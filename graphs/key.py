@@ -2,8 +2,6 @@
 
 Page ids, request identity, lengths and contiguity never enter: one graph serves every legal content
 of its shape, because live lengths are read on the device (C15.3).
-
-Read next: `control_buffers.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A batch of b rows runs in the smallest power of two that holds it (at most C): the entries beyond b
 are inert, read no table and write no cache byte (C14.4).  A prefill chunk of n tokens runs in the
 smallest width 16, 32, 64, ... that holds it, at most the chunk.
-
-Read next: `decode_loop.py`.
 """
 
 from __future__ import annotations

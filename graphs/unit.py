@@ -3,8 +3,6 @@
 A model's `enqueue` is called once to warm up and once under capture; replays call no model code.  It
 may only enqueue: `attend`, `call`, `launch`.  Everything it reads of the batch is a fixed-address
 device array of the unit; lengths and rows change between replays, shapes do not.
-
-Read next: `capture.py`.
 """
 
 from __future__ import annotations

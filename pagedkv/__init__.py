@@ -6,25 +6,13 @@
     pagedkv.graphs  capture, replay and the decode loop; pagedkv.tools, the `pagedkv` command
 
 Everything a caller needs is a name of this module or of `pagedkv.graphs`.  Importing it needs neither
-CuPy nor a compiler.  Read next: `tests/test_tour.py`, then `quantities.py`.
+CuPy nor a compiler.
 """
 
 from __future__ import annotations
 
-from pagedkv import codecs
-from pagedkv.activation import ActivationPlan, ActivationTarget, PoolPlan, Refusal
-from pagedkv.attention_shape import AttentionShape, Route, workspace_bytes
 from pagedkv.clauses import Clause, clause, clauses
-from pagedkv.config import (
-    AutoCapacity,
-    DraftFullBackend,
-    ExplicitCapacity,
-    KVGeometry,
-    MTPBackend,
-    PoolConfig,
-    StoreConfig,
-)
-from pagedkv.continuation import Continuation
+from pagedkv.codecs import codecs
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Device, Event, Graph, Kernel, ModuleSpec, Stream, cpu_only
 from pagedkv.errors import (
@@ -46,21 +34,33 @@ from pagedkv.errors import (
     TransferFailed,
     UnitInFlight,
 )
-from pagedkv.events import PageEvent, PageObserver
-from pagedkv.inspection import ContinuationInspection, PoolInspection, SpaceInspection, StoreInspection
-from pagedkv.journal_replay import JournalDifference, ReplayReport, replay_journal
-from pagedkv.kernels import shipped_modules
-from pagedkv.layout import control_words
-from pagedkv.ledgers import Batch, StoreLedgers
-from pagedkv.opening import open_store
-from pagedkv.ops import Ops
-from pagedkv.planner import CapacityPlan, plan
-from pagedkv.profiles import PROFILES, Profile
-from pagedkv.quantities import PAGE_TOKENS
-from pagedkv.sequence import Sequence
-from pagedkv.store import Store
-from pagedkv.unit_guard import SubmittedUnit
-from pagedkv.views import PagedKVBatchLayerView, PagedKVLayerView
+from pagedkv.ledger.activation import ActivationPlan, ActivationTarget, PoolPlan, Refusal
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.events import PageEvent, PageObserver
+from pagedkv.ledger.inspect import ContinuationInspection, PoolInspection, SpaceInspection, StoreInspection
+from pagedkv.ledger.ledger import Batch, StoreLedgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ops.modules import shipped_modules
+from pagedkv.ops.ops import Ops
+from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
+from pagedkv.record.replay import JournalDifference, ReplayReport, replay_journal
+from pagedkv.store.opening import open_store
+from pagedkv.store.store import Store
+from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
+from pagedkv.values.config import (
+    AutoCapacity,
+    DraftFullBackend,
+    ExplicitCapacity,
+    KVGeometry,
+    MTPBackend,
+    PoolConfig,
+    StoreConfig,
+)
+from pagedkv.values.layout import control_words
+from pagedkv.values.planner import CapacityPlan, plan
+from pagedkv.values.profiles import PROFILES, Profile
+from pagedkv.values.quantities import PAGE_TOKENS
 
 __all__ = [
     "PAGE_TOKENS",

@@ -5,8 +5,6 @@
 clauses.  Both files are package data, so an error message can be looked up wherever the library runs.
 
 Values only: no third-party import, no device, no ledger.
-
-Read next: `contract.md`, then `quantities.py`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,6 @@ every refusal.  Scarcity inside a step is an answer (a value), never an exceptio
       JournalFailed                     lines of a journal could not be written; every operation stands
       StoreLatched                      the store stopped after a device error (C12.4)
       MissingRequirement                a compiler, driver, package or model is not there
-
-Read next: `quantities.py`.
 """
 
 from __future__ import annotations

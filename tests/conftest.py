@@ -7,8 +7,6 @@ test sees the same numbers alone, in another order, or on another worker.
 Tests marked `deferred` run on the cpu device as it is and, three seeds each, on one that defers work (design 4);
 the long run adds seeds up to 50.  `--device-mode deferred --device-seeds N` runs every test so.  Most tests leave
 a seed nothing to choose: `--note-choices FILE` lists those that do, and `--with-choices FILE` runs them alone.
-
-Read next: `test_layers.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ import pytest
 
 import pagedkv as pk
 from pagedkv import devices
-from pagedkv.devices.cpu import CpuDevice
-from pagedkv.devices.cpu_deferred import SCHEDULES
-from pagedkv.devices.cuda import CudaDevice
-from pagedkv.devices.cuda_runtime import CudaRuntime
+from pagedkv.devices.cpu.deferred import SCHEDULES
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.cuda.device import CudaDevice
+from pagedkv.devices.cuda.runtime import CudaRuntime
 from tests.cuda.fake_cupy import FakeCupy
 from tests.kernels.cpu_helpers import cpu_device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import pagedkv as pk
-from pagedkv.free_runs import FreeRuns, Ids
+from pagedkv.ledger.free_runs import FreeRuns, Ids
 
 
 class ShuffledRuns(FreeRuns):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pagedkv as pk
-from pagedkv.journal import Journal
+from pagedkv.record.journal import Journal
 from tests.host.picture import Picture
 
 CONFIG = pk.StoreConfig(

@@ -1,8 +1,6 @@
 """What a careless embedder does through public names: every refusal is ours, and nothing changed by it.
 
 Tests of one owner stand with that owner; here is what crosses several: handles, units, loops, copies, closing.
-
-Read next: `test_store.py`, `graphs/test_decode_loop.py`.
 """
 
 from __future__ import annotations
@@ -241,7 +239,7 @@ def test_ledgers_beyond_host_memory_are_a_capacity_error(monkeypatch: pytest.Mon
     def lack(config: pk.StoreConfig, store_id: int) -> None:
         raise MemoryError("Unable to allocate 256. GiB")
 
-    monkeypatch.setattr("pagedkv.store.StoreLedgers", lack)
+    monkeypatch.setattr("pagedkv.store.store.StoreLedgers", lack)
     with pytest.raises(pk.CapacityError, match="page descriptors"):
         pk.open_store(CONFIG, device="cpu")
 

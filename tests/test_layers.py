@@ -1,9 +1,9 @@
-"""Imports go one way.
+"""Imports go one way, folder by folder.
 
-    values <- ledgers <- combining ledgers <- store        views, ops, kernels, devices: values only
+    values <- ledger <- record <- store        values <- devices <- ops <- transfer <- store
     graphs, tools: public names of `pagedkv`, and their own package
 
-A module that is in no layer fails the first test: give it a place in `LAYER_OF`, beside its peers.
+A folder of `pagedkv/` is a layer.  A new folder fails the first test until `MAY_IMPORT` says what it may import.
 """
 
 from __future__ import annotations
@@ -20,41 +20,26 @@ import pytest
 import pagedkv as pk
 from tests.checkout import ROOT, name_of, source_files
 
-LAYER_OF = {
-    **dict.fromkeys(
-        ("errors", "quantities", "config", "profiles", "codecs", "planes", "attention_shape", "layout", "planner",
-         "clauses"), "values"
-    ),
-    **dict.fromkeys(("packed_planes", "page_runs", "caught", "config_json", "undo"), "values"),
-    **dict.fromkeys(
-        ("free_runs", "pool", "logical_pages", "address_space", "retained_spaces", "block_tables", "events"), "ledgers"
-    ),
-    **dict.fromkeys(
-        ("sequence", "continuation", "activation", "snapshot", "lease_growth", "ledgers", "transfers", "unit_guard",
-         "check", "journal", "journal_words", "journal_replay", "inspection"), "combining"
-    ),
-    **dict.fromkeys(("views", "ops", "kernels", "page_mover", "page_fingerprints", "devices"), "device side"),
-    **dict.fromkeys(("transfer_engine", "sanitizer", "device_actions", "store_life", "store_evidence",
-                     "store", "opening"), "store"),
-    "": "public",  # pagedkv/__init__.py gathers the public names
+MAY_IMPORT: dict[str, set[str]] = {
+    "values": set(),
+    "codecs": {"values"},
+    "ledger": {"values"},
+    "record": {"values", "ledger"},
+    "devices": {"values"},
+    "ops": {"values", "devices"},
+    "transfer": {"values", "ledger", "devices", "ops"},
+    "store": {"values", "ledger", "record", "devices", "ops", "transfer"},
 }
-MAY_IMPORT = {
-    "values": {"values"},
-    "ledgers": {"values", "ledgers"},
-    "combining": {"values", "ledgers", "combining"},
-    "device side": {"values", "device side"},
-    "store": {"values", "ledgers", "combining", "device side", "store"},
-    "public": {"values", "ledgers", "combining", "device side", "store"},
-}
+"""What each folder may import beside itself and the modules of BESIDE."""
+
+BESIDE = ("errors", "clauses")
+"""Modules beside the folders: they import no folder, and every folder may import them."""
+
 CALLERS = ("graphs", "tools")
 # Standard library, and these: what each layer may use of the world outside.
-THIRD_PARTY = {
-    "values": {"numpy"},
-    "ledgers": {"numpy"},
-    "combining": {"numpy"},
-    "device side": {"numpy", "cupy", "cupy_backends", "nvtx"},
-    "store": {"numpy", "nvtx"},
-    "public": set(),
+THIRD_PARTY: dict[str, set[str]] = {
+    **{layer: {"numpy"} for layer in ("values", "codecs", "ledger", "record", "ops", "transfer", "store")},
+    "devices": {"numpy", "cupy", "cupy_backends", "nvtx"},
     "graphs": {"numpy", "nvtx"},
     "tools": {"numpy", "click", "gguf", "tokenizers", "nvtx"},
 }
@@ -79,8 +64,8 @@ class Source:
     tree: ast.Module
 
     @property
-    def part(self) -> str:
-        """What decides the layer: the first name below `pagedkv`, empty for the package itself."""
+    def layer(self) -> str:
+        """The first name below `pagedkv`: a folder or a module; empty for the package itself."""
         return [*self.module.split("."), ""][1]
 
     def imports(self) -> Iterator[Import]:
@@ -122,35 +107,30 @@ MODULES = {source.module for source in SOURCES}
 
 
 def imported_modules(imported: Import) -> list[str]:
-    """Return the modules of ours that an import reaches: `from pagedkv import pool` reaches pagedkv.pool."""
+    """Return the modules of ours that an import reaches: `from pagedkv.ledger import pool` reaches the module."""
     if imported.module.partition(".")[0] != "pagedkv":
         return []
     below = [f"{imported.module}.{name}" for name in imported.names if f"{imported.module}.{name}" in MODULES]
     return below or [imported.module]
 
 
-def test_every_module_has_a_layer() -> None:
-    """A new module says where it belongs before it imports anything."""
-    homeless = sorted({s.part for s in SOURCES} - set(LAYER_OF) - {*CALLERS, "cuda_src"})
-
-    assert homeless == [], "add these to LAYER_OF"
-    assert sorted(set(LAYER_OF) - {s.part for s in SOURCES} - {""}) == [], "take these out of LAYER_OF"
+def test_every_folder_is_a_layer() -> None:
+    """A new folder says what it may import before it imports anything."""
+    assert {*MAY_IMPORT, *BESIDE, *CALLERS, "cuda_src", ""} == {source.layer for source in SOURCES}
 
 
 def test_imports_go_one_way() -> None:
-    """values <- ledgers <- combining <- store; the device side imports values only."""
+    """Nothing imports a layer above it, or the package that gathers the public names."""
     broken = []
     for source in SOURCES:
-        layer = LAYER_OF.get(source.part)
-        if layer is None:
+        if source.layer in CALLERS or not source.layer:
             continue
+        allowed = {source.layer, *BESIDE, *MAY_IMPORT.get(source.layer, set())}
         for imported in source.imports():
             for module in imported_modules(imported):
                 target = [*module.split("."), ""][1]
-                if target in CALLERS or LAYER_OF.get(target, "values") not in MAY_IMPORT[layer]:
-                    broken.append(f"{name_of(source.path)}:{imported.line}: {layer} imports {module}")
-                if target == "" and source.part:
-                    broken.append(f"{name_of(source.path)}:{imported.line}: imports the package that gathers it")
+                if target not in allowed:
+                    broken.append(f"{name_of(source.path)}:{imported.line}: {source.layer} imports {module}")
 
     assert broken == []
 
@@ -182,9 +162,9 @@ def test_graphs_and_tools_use_public_names_only() -> None:
     public = {"pagedkv": {*pk.__all__, "graphs"}, "pagedkv.graphs": set(pagedkv.graphs.__all__)}
     broken = []
     for source in SOURCES:
-        if source.part not in CALLERS:
+        if source.layer not in CALLERS:
             continue
-        own = f"pagedkv.{source.part}"
+        own = f"pagedkv.{source.layer}"
         aliases: dict[str, str] = {}
         for imported in source.imports():
             where = f"{name_of(source.path)}:{imported.line}"
@@ -211,11 +191,10 @@ def test_third_party_imports_stay_where_they_belong() -> None:
     """Ledgers and values know NumPy and the standard library; only the device side knows CuPy."""
     broken = []
     for source in SOURCES:
-        layer = LAYER_OF.get(source.part, source.part)
         for imported in source.imports():
             top = imported.module.partition(".")[0]
-            if top not in sys.stdlib_module_names | {"pagedkv"} | THIRD_PARTY.get(layer, set()):
-                broken.append(f"{name_of(source.path)}:{imported.line}: {layer} imports {top}")
+            if top not in sys.stdlib_module_names | {"pagedkv"} | THIRD_PARTY.get(source.layer, set()):
+                broken.append(f"{name_of(source.path)}:{imported.line}: {source.layer} imports {top}")
 
     assert broken == []
 

@@ -37,7 +37,8 @@ def test_every_package_is_found_where_it_is_mapped(project: dict[str, Any]) -> N
 def test_every_kernel_source_is_package_data(project: dict[str, Any]) -> None:
     """The cpu device compiles from the installed files."""
     patterns = project["tool"]["setuptools"]["package-data"]["pagedkv.cuda_src"]
-    files = [path.name for path in source_files(*KERNEL_SUFFIXES, ".inc", folders=("cuda_src",))]
+    paths = source_files(*KERNEL_SUFFIXES, ".inc", folders=("cuda_src",))
+    files = [path.relative_to(ROOT / "cuda_src").as_posix() for path in paths]
 
     assert [] == [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 

@@ -82,7 +82,7 @@ def test_the_extras_that_the_readme_names_are_the_projects() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tools/bootstrap.py", "tests/test_tour.py", "pagedkv/contract.md", "cuda_src/append.cu"]
+    "name", ["tools/bootstrap.py", "tests/test_tour.py", "pagedkv/contract.md", "cuda_src/kernels/append.cu"]
 )
 def test_files_that_the_readme_names_exist(name: str) -> None:
     """A reader is sent to files that are there."""

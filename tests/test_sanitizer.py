@@ -13,10 +13,10 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
-from pagedkv.page_mover import PageMover
-from pagedkv.planes import plane_inventory
-from pagedkv.sanitizer import GUARD_BYTE, Sanitizer, unwritten_word
-from pagedkv.transfer_engine import TransferEngine
+from pagedkv.store.sanitizer import GUARD_BYTE, Sanitizer, unwritten_word
+from pagedkv.transfer.engine import TransferEngine
+from pagedkv.transfer.mover import PageMover
+from pagedkv.values.planes import plane_inventory
 from tests.bf16 import bf16_from_f32
 from tests.placement import shuffle_placement
 from tests.toy_model import ToyModel

@@ -11,7 +11,7 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
-from pagedkv.planes import PlaneGeometry
+from pagedkv.values.planes import PlaneGeometry
 from tests.bf16 import bf16_from_f32
 from tests.placement import shuffle_placement
 from tests.toy_model import ToyModel

@@ -1,4 +1,1 @@
-"""The `pagedkv` command and what it runs: callers like any other, which use public names only.
-
-Read next: `command.py`, then `run.py`.
-"""
+"""The `pagedkv` command and what it runs: callers like any other, which use public names only."""

@@ -8,8 +8,6 @@ bare NumPy work of the same bookkeeping costs on this machine in the same run, w
 for orientation, not a bound.
 
 With `--shredded` no two free pages adjoin, so that every list of ids is scattered: the worst that churn can do.
-
-Read next: `command.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ names what it was made for, and is written last.  Exit codes: 0 ok, 1 finding, 2
 
 The file runs before anything is installed, so it imports nothing of pagedkv, and its first lines run on
 Pythons that are too old for the rest.
-
-Read next: `pyproject.toml` (the extras), then `command.py`.
 """
 
 from __future__ import annotations

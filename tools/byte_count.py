@@ -2,8 +2,6 @@
 
 A bare number is bytes.  KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB powers of 1000; case does not
 matter.  A fraction is rounded down to whole bytes.
-
-Read next: `plan.py`.
 """
 
 from __future__ import annotations

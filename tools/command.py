@@ -5,8 +5,6 @@ object with `"schema": 1`.  Exit codes: 0 ok, 1 a finding, 2 usage, 3 something 
 
 A subcommand is a thin shell: it parses, calls one module of `tools/`, prints.  Modules with heavy imports are
 imported by the subcommand that needs them, so that `pagedkv help C12.2` answers at once.
-
-Read next: `doctor.py`, `kernel_set.py`, `run.py`, `plan.py`, `fuzz.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Every line is a check with its finding; a missing thing comes with the way to get it.  The two device lines
 are not guesses: the device is opened and closed again, as `open_store` would.
-
-Read next: `command.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ table entries could not follow the ledgers any more must it be latched (C11.2).
     device = FaultyDevice(pk.open_device("cpu"))
     with device.failing_at(2):           # the second launch or copy raises InjectedFault
         store.activate(...)
-
-Read next: `fuzz.py`.
 """
 
 from __future__ import annotations

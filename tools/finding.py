@@ -1,7 +1,4 @@
-"""Finding: what a random walk found, as text, as JSON, and as the exception that carries it.
-
-Read next: `shortest.py`.
-"""
+"""Finding: what a random walk found, as text, as JSON, and as the exception that carries it."""
 
 from __future__ import annotations
 

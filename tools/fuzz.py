@@ -12,8 +12,6 @@ whatever was forked, moved, truncated or handed on meanwhile.
 
 A finding names seed and event, and the shortest list of events that still shows one: the walk is run again with
 events left out, until none can go or the time is over.
-
-Read next: `finding.py`, what is told of one; `shortest.py`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ never made does nothing, and what is right for every other one is asked of the m
 How often each kind comes is drawn for each walk ("swarm" weights: some kinds hardly occur, others dominate), as is how
 often a call is illegal and how far units reach.  Because only the model is asked, a bug in the store cannot steer the
 walk.
-
-Read next: `fuzz.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The set is the library's own list (`pagedkv.shipped_modules`).  Each module is compiled by NVRTC for each
 architecture on any machine, with the flags a GPU would get; a spill or local memory is a finding, because
 it would cost memory traffic in a kernel whose only business is memory traffic (C14.3).
-
-Read next: `nvrtc.py`.
 """
 
 from __future__ import annotations
@@ -125,8 +123,13 @@ def compile_set(
 
 def read_headers() -> dict[str, str]:
     """Return every file of `cuda_src` that a kernel may include, by name."""
-    folder = importlib.resources.files("pagedkv.cuda_src")
-    return {f.name: f.read_text(encoding="utf-8") for f in folder.iterdir() if f.name.endswith(HEADER_SUFFIXES)}
+    root = importlib.resources.files("pagedkv.cuda_src")
+    return {
+        f"{folder}/{file.name}": file.read_text(encoding="utf-8")
+        for folder in ("kernels", "cpu_device")
+        for file in (root / folder).iterdir()
+        if file.name.endswith(HEADER_SUFFIXES)
+    }
 
 
 def compile_module(nvrtc: Nvrtc, spec: pk.ModuleSpec, arch: str, headers: dict[str, str]) -> list[KernelFigures]:

@@ -6,8 +6,6 @@
 
 A store latches when a publication or a withdrawal breaks off (C11.2): the ledgers have moved on by then, and no table
 has followed.
-
-Read next: `fuzz.py`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ demands that they are in range, distinct, and stable for as long as they are map
     errors = model.begin_errors(...)     names of acceptable errors; empty means that the call must succeed
     answer = model.begin(...)            the expected answer; the model moves on
     model.compare(inspection)            every observable, `model_view.py`
-
-Read next: `model_view.py`, which compares; `fuzz.py`, which drives a store and this model with the same events.
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ Functions passed to `unit.call` are module-level and take all they use as argume
 run on CuPy arrays (so what they make from a shape is made `like=` an argument, and nothing is read back), and only the
 linear function differs, because CuPy's products cannot be captured: `KernelLinear` is a kernel of ours whose rows are
 independent by construction.  It runs on `cpu` too, slowly.
-
-Read next: `run.py`, which drives it.
 """
 
 from __future__ import annotations
@@ -127,8 +125,8 @@ class KernelLinear:
         device: where the units will run; compiles the kernel.
     """
 
-    SPEC = pk.ModuleSpec("linear", sources=("linear.cu",))
-    ROWS = 16  # rows and columns of a block, in cuda_src/linear.cu; a test compares them
+    SPEC = pk.ModuleSpec("linear", sources=("kernels/linear.cu",))
+    ROWS = 16  # rows and columns of a block, in cuda_src/kernels/linear.cu; a test compares them
     COLUMNS = 4
 
     def __init__(self, device: pk.Device) -> None:

@@ -4,8 +4,6 @@
         rows, continuations      ==   frontiers, memberships, entitlements, protected frontiers
         columns over pages       ==   what follows from who holds a page: references, writers, committed columns
         page group ids, serials  ->   learned when they first appear, then constant, and never twice
-
-Read next: `fuzz.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Matrices are stored *output-major*, (outputs, inputs) C-contiguous, as GGUF has 
 told in `llama.py`.  Query, key and value share one matrix, gate and up another: 4 products a layer instead of 7.  The
 embedding is also the output head; there is one copy of it.
 
-Nothing here knows the cache, a device or a graph.  Read next: `tokenizer.py`, then `llama.py`.
+Nothing here knows the cache, a device or a graph.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ A clause counts as tested only if its mutant is killed.  Each mutant is one repl
 file (`mutant_list.py`), made in a copy of the checkout; the tests named beside it run there until the
 first failure, which is printed.  A replacement whose text is not found exactly once is an error: the
 source moved on and the mutant must be planted anew.
-
-Read next: `mutant_list.py`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ self-contained: every file of `cuda_src` is handed over as a named header, so no
 the compiler and no CUDA header is needed.
 
 `compile_program` may be called from several threads at once: NVRTC compiles them in parallel.
-
-Read next: `kernel_set.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A caller like any other (C1.2).  Free memory is what the device reports after the caches of this process were emptied,
 or a number for another machine.  The last line is the same plan as an explicit capacity: given back to this command,
 or as `ExplicitCapacity(tokens)` to a store, it takes the same bytes.
-
-Read next: `pagedkv/planner.py`, the arithmetic.
 """
 
 from __future__ import annotations

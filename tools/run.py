@@ -7,8 +7,6 @@ batch.  Order of admission is the order given.
     waiting  --try_activate, prefill-->  running  --step until stop or length-->  finish
 
 Text is talk and goes out while it is made; figures come at the end, as a table or as one JSON object.
-
-Read next: `llama.py`, the model; `graphs/decode_loop.py`, the loop.
 """
 
 from __future__ import annotations

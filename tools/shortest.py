@@ -3,8 +3,6 @@
 Delta debugging: leave out runs of events, long ones first, and keep what is left whenever something is still found.
 The events behind the one that shows it are cut at once.  What is found at the end may be another thing than at the
 beginning: the shorter history is worth more than the same words.
-
-Read next: `fuzz.py`.
 """
 
 from __future__ import annotations

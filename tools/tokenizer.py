@@ -7,8 +7,6 @@ space in front, no begin token.
 
 Control tokens such as ``<|im_end|>`` are never spelled by text: `encode` treats them as ordinary letters, so a prompt
 cannot end its own turn; `encode_chat` places them by id.
-
-Read next: `llama.py`.
 """
 
 from __future__ import annotations

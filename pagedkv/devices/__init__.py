@@ -1,14 +1,12 @@
 """Devices: what executes kernels, copies and calls.
 
 `open_device` chooses one and says why.  Importing this package needs neither CuPy nor a compiler.
-
-Read next: `protocol.py`, then `cpu.py` and `cuda.py`.
 """
 
 from __future__ import annotations
 
-from pagedkv.devices.cpu import CpuDevice
-from pagedkv.devices.cuda import CudaDevice
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MissingRequirement, MisuseError
 

@@ -8,8 +8,6 @@ holds for the functions it calls too, within the same project; C functions and t
 Under capture the function is copied with a snapshot of the globals it names, so a later assignment to one of
 them changes nothing.  Library matrix products are found in the byte code and refused under capture unless
 the function is `cpu_only`, because cuBLAS refuses a capturing stream.
-
-Read next: `cpu.py`.
 """
 
 from __future__ import annotations

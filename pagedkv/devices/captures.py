@@ -7,8 +7,6 @@
 A node depends on the last node of its stream and on what its stream waited for; the capture is whole only when
 everything recorded lies before the end of the origin stream.  Knows no operation: a node is a number and what the
 device keeps for it.  Clauses: C12, C15.1.
-
-Read next: `cpu_streams.py`, `cuda_streams.py`.
 """
 
 from __future__ import annotations

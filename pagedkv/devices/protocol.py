@@ -8,8 +8,6 @@ C15.1 (stable addresses under graphs).
     device.load(spec) -> module -> kernel.launch(grid, block, arguments, stream)
     device.copy / device.call / event.record and wait: the other things a stream carries
     begin_capture ... end_capture -> graph.launch(stream)
-
-Read next: `cpu.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 An embedder develops on `cpu` and deploys on `cuda`: a mistake has the same name on both.  Each function gives one
 error, ready to raise; deciding stays with the device.  Clauses: C12.4, C14.4, C15.1.
-
-Read next: `captures.py`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """A kernel's signature, and the check of every launch against it; the same on both devices.
 
-The words come out of the C++ types (`cuda_src/signature.cuh`), so a count, kind or size that does not fit is refused
-before anything runs, with the same text wherever the kernel would have run.  Arguments end as 8-byte slots:
+The words come out of the C++ types (`cuda_src/kernels/signature.cuh`), so a count, kind or size that does not fit is
+refused before anything runs, with the same text wherever the kernel would have run.  Arguments end as 8-byte slots:
 
     pointer   address, or 0 for None        scalar   its bytes, padded with zeros
 
 What an acceptable array is differs by device: each passes its own two functions.  Clause C14.4.
-
-Read next: `cpu_kernels.py`, `cuda_kernels.py`.
 """
 
 from __future__ import annotations

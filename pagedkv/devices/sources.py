@@ -1,8 +1,6 @@
 """CUDA sources of this package, put together into one translation unit per module.
 
 Both devices compile the same text: files of `cuda_src`, or an embedder's text, after `runtime.cuh`.
-
-Read next: `cuda_src/runtime.cuh`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _EXPORT = re.compile(r"\bPK_EXPORT\s*\(\s*(\w+)\s*\)")
 _STATIC_SHARED = re.compile(r"\b__shared__\b")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_DEFINES_SHARED = frozenset(("runtime.cuh", "cpu_runtime.h"))
+_DEFINES_SHARED = frozenset(("kernels/runtime.cuh", "cpu_device/runtime.h"))
 
 
 def module_text(spec: ModuleSpec) -> str:
@@ -37,7 +35,7 @@ def module_text(spec: ModuleSpec) -> str:
     for source in spec.sources:
         if not (SOURCE_FOLDER / source).is_file():
             raise _refusal(spec, "file names in cuda_src", source)
-    lines = ['#include "runtime.cuh"']
+    lines = ['#include "kernels/runtime.cuh"']
     lines += [f'#include "{source}"' for source in spec.sources]
     if spec.text is not None:
         lines += [f'#line 1 "{spec.name}.cu"', spec.text, f'#line 1 "{spec.name}.exports"']
@@ -52,14 +50,14 @@ def has_static_shared(spec: ModuleSpec) -> bool:
     texts += [
         path.read_text(encoding="utf-8")
         for source in spec.sources
-        for path in reached_files(f'#include "{source}"')
-        if path.name not in _DEFINES_SHARED
+        for name, path in reached_files(f'#include "{source}"')
+        if name not in _DEFINES_SHARED
     ]
     return any(_STATIC_SHARED.search(_COMMENT.sub("", text)) for text in texts)
 
 
-def reached_files(text: str) -> Iterator[Path]:
-    """Yield every file of `cuda_src` that the text includes, directly or not, each once."""
+def reached_files(text: str) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of every file of `cuda_src` that the text includes, directly or not, each once."""
     seen: set[str] = set()
     pending = [text]
     while pending:
@@ -68,7 +66,7 @@ def reached_files(text: str) -> Iterator[Path]:
             if name in seen or not path.is_file():
                 continue
             seen.add(name)
-            yield path
+            yield name, path
             pending.append(path.read_text(encoding="utf-8"))
 
 

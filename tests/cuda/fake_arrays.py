@@ -8,8 +8,6 @@ What CuPy or CUDA refuses is refused: NumPy arrays among CuPy's, matrix products
 back by a capture, masks that need a count, allocation outside the graph's pool, work on the default stream meanwhile.
 
 Not modelled: implicit conversion `numpy_array[...] = cupy_array`, which CuPy refuses and a subclass of ndarray cannot.
-
-Read next: `fake_cupy.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     CudaDevice(runtime=CudaRuntime(FakeCupy(cpu_device)))
 
-Everything below the one door (`pagedkv/devices/cuda_runtime.py`) is here; above it runs the product.  A stream runs
+Everything below the one door (`pagedkv/devices/cuda/runtime.py`) is here; above it runs the product.  A stream runs
 work at once, so nothing is proved about order (`tests/gpu` does that); what is proved is what the cuda device asks of
 CuPy, in which order, and what it does with a refusal.  Names that are not needed are absent, and a test holds the
 present ones against CuPy's own docstrings.
@@ -12,8 +12,6 @@ present ones against CuPy's own docstrings.
               streams that were not joined, matrix products, values read back; a refusal breaks the capture
     memory    blocks of a dead pool are handed out again at once, so a graph that lost its pool shows
     kernels   NVRTC compiles with the cpu device's compiler and hands over what its PTX would say of signatures
-
-Read next: `test_device_on_fake.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.devices.cpu import CpuDevice
-from pagedkv.devices.cpu_compiler import build
-from pagedkv.devices.cpu_kernels import CpuModule
+from pagedkv.devices.cpu.compiler import build
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.cpu.kernels import CpuModule
 from pagedkv.devices.protocol import ModuleSpec
 from tests.cuda.fake_arrays import FakeArray
 

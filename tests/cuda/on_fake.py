@@ -1,7 +1,4 @@
-"""Open the cuda device, on a CuPy that has no GPU, where a test asks for a cpu device.
-
-Read next: `fake_cupy.py`.
-"""
+"""Open the cuda device, on a CuPy that has no GPU, where a test asks for a cpu device."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagedkv.devices.cuda import CudaDevice
-from pagedkv.devices.cuda_runtime import CudaRuntime
+from pagedkv.devices.cuda.device import CudaDevice
+from pagedkv.devices.cuda.runtime import CudaRuntime
 from tests.cuda.fake_cupy import FakeCupy
 from tests.kernels.cpu_helpers import cpu_device
 

@@ -1,7 +1,4 @@
-"""The tests of `tests/kernels/test_cpu_capture.py` on the cuda device with a CuPy that has no GPU: the same refusals.
-
-Read next: `fake_cupy.py`.
-"""
+"""The tests of `tests/kernels/test_cpu_capture.py` on the cuda device without a GPU: the same refusals."""
 
 from __future__ import annotations
 

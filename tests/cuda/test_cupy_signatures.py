@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import pagedkv as pk
-from pagedkv.devices.cuda_compiler import compile_module, read_signatures
-from pagedkv.devices.cuda_runtime import COUNTED, CudaRuntime
+from pagedkv.devices.cuda.compiler import compile_module, read_signatures
+from pagedkv.devices.cuda.runtime import COUNTED, CudaRuntime
 from tests.checkout import ROOT, name_of
 from tests.cuda.fake_cupy import THREAD_LOCAL, FakeCupy
 from tests.kernels.cpu_helpers import cpu_device
@@ -47,7 +47,7 @@ class Call:
 
 def calls() -> Iterator[Call]:
     """Yield every `invoke("path", ...)`, and every path that is found and called by itself."""
-    for file in sorted((ROOT / "pagedkv" / "devices").glob("cuda*.py")):
+    for file in sorted((ROOT / "pagedkv" / "devices" / "cuda").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue

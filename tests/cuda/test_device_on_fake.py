@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.devices import cuda, cuda_staging, open_device
-from pagedkv.devices.cuda import CudaDevice
-from pagedkv.devices.cuda_runtime import CudaRuntime, find_cupy
+from pagedkv.devices import open_device
+from pagedkv.devices.cuda import device as cuda
+from pagedkv.devices.cuda import staging as cuda_staging
+from pagedkv.devices.cuda.device import CudaDevice
+from pagedkv.devices.cuda.runtime import CudaRuntime, find_cupy
 from pagedkv.devices.protocol import ModuleSpec, cpu_only
 from pagedkv.errors import CapacityError, CaptureRefused, DeviceFault, MissingRequirement, MisuseError
 from pagedkv.tools.doctor import check_device

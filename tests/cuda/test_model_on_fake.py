@@ -10,7 +10,7 @@ import contextlib
 import numpy as np
 
 import pagedkv as pk
-from pagedkv.devices.cuda import CudaDevice
+from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.graphs import DecodeLoop
 from pagedkv.tools.llama import KernelLinear, LlamaModel, linear_for, numpy_linear
 from tests.kernels.cpu_helpers import cpu_device

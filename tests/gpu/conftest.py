@@ -1,7 +1,4 @@
-"""A real GPU, or nothing here runs.
-
-Read next: `test_same_bits.py`, `test_card.py`; `run` is the script for a machine that is lent for minutes.
-"""
+"""A real GPU, or nothing here runs."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagedkv.devices.cuda import CudaDevice
+from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.errors import MissingRequirement
 
 

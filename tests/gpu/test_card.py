@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.devices import cuda_staging
-from pagedkv.devices.cuda import CudaDevice
+from pagedkv.devices.cuda import staging as cuda_staging
+from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.graphs import DecodeLoop
 from tests.checkout import ROOT
 from tests.cuda.test_device_on_fake import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.devices.cuda import CudaDevice
+from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.graphs import DecodeLoop
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.test_linear import product

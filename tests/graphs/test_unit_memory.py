@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.graphs import DecodeLoop, GraphCache, Model
 from pagedkv.graphs.key import key_for
 from tests.toy_model import ToyModel

@@ -2,8 +2,6 @@
 
 `snapshot` walks every attribute of an object, public or not, into plain Python, so a test that compares two of
 them needs no list of columns that could fall behind the code.
-
-Read next: `test_pool.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.activation import ActivationTarget, Refusal
-from pagedkv.address_space import AddressSpaces
-from pagedkv.block_tables import BlockTable, TableSlices
-from pagedkv.check import check_ledgers
-from pagedkv.config import Backend, ExplicitCapacity, KVGeometry, StoreConfig
 from pagedkv.errors import PagedKVError
-from pagedkv.free_runs import FreeRuns
-from pagedkv.ledgers import Columns, PoolSlices, StoreLedgers
-from pagedkv.logical_pages import LogicalPages
-from pagedkv.pool import PagePool
-from pagedkv.quantities import PAGE_TOKENS, ceil_div
-from pagedkv.sequence import Sequence
-from pagedkv.unit_guard import SubmittedUnit
+from pagedkv.ledger.activation import ActivationTarget, Refusal
+from pagedkv.ledger.active_spaces import AddressSpaces
+from pagedkv.ledger.block_tables import BlockTable, TableSlices
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.free_runs import FreeRuns
+from pagedkv.ledger.ledger import Columns, PoolSlices, StoreLedgers
+from pagedkv.ledger.pages import LogicalPages
+from pagedkv.ledger.pool import PagePool
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.values.config import Backend, ExplicitCapacity, KVGeometry, StoreConfig
+from pagedkv.values.quantities import PAGE_TOKENS, ceil_div
 
 GEOMETRY = KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64)
 DRAFT_GEOMETRY = KVGeometry(layers=1, query_heads=8, kv_heads=4, head_dim=128)

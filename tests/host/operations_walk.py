@@ -2,8 +2,6 @@
 
 It compares nothing itself: who walks it watches events, or keeps a journal.  Calls are drawn from what the ledgers
 answered so far, handles that have ended among them.
-
-Read next: `test_events.py`, `test_journal.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.activation import ActivationTarget, Refusal
-from pagedkv.continuation import Continuation
 from pagedkv.errors import PagedKVError
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.sequence import Sequence
-from pagedkv.unit_guard import SubmittedUnit
+from pagedkv.ledger.activation import ActivationTarget, Refusal
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.ledger.units import SubmittedUnit
 
 
 class OperationsWalk:

@@ -1,14 +1,11 @@
-"""What an observer believes from events alone, held against what the ledgers know.
-
-Read next: `test_events.py`.
-"""
+"""What an observer believes from events alone, held against what the ledgers know."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pagedkv as pk
-from pagedkv.ledgers import StoreLedgers
+from pagedkv.ledger.ledger import StoreLedgers
 
 
 class Picture:

@@ -1,8 +1,6 @@
 """Bugs to plant in the ledgers: one changed line each, compiled from the method's own source.
 
 A line that is rewritten makes its bug fail to plant, and the message says so: plant it anew in the new line.
-
-Read next: `test_fuzz.py`, which demands that a random walk finds each of them.
 """
 
 from __future__ import annotations
@@ -14,20 +12,20 @@ from dataclasses import dataclass
 
 import pytest
 
-from pagedkv.activation import Activations
-from pagedkv.address_space import AddressSpaces
-from pagedkv.continuation import Continuations
-from pagedkv.device_actions import DeviceActions
-from pagedkv.free_runs import FreeRuns
-from pagedkv.lease_growth import LeaseGrowth
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.logical_pages import LogicalPages
-from pagedkv.pool import PagePool
-from pagedkv.retained_spaces import RetainedSpaces
-from pagedkv.sequence import Sequences
-from pagedkv.snapshot import Snapshots
-from pagedkv.store import Store
-from pagedkv.unit_guard import UnitGuard
+from pagedkv.ledger.activation import Activations
+from pagedkv.ledger.active_spaces import AddressSpaces
+from pagedkv.ledger.continuations import Continuations
+from pagedkv.ledger.free_runs import FreeRuns
+from pagedkv.ledger.growth import LeaseGrowth
+from pagedkv.ledger.kept_spaces import RetainedSpaces
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.pages import LogicalPages
+from pagedkv.ledger.pool import PagePool
+from pagedkv.ledger.sequences import Sequences
+from pagedkv.ledger.snapshot import Snapshots
+from pagedkv.ledger.units import UnitGuard
+from pagedkv.store.actions import DeviceActions
+from pagedkv.store.store import Store
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Bugs to plant in what shares pages: one changed text each, or a method that does nothing.
-
-Read next: `test_planted_sharing.py`, which demands that each is found.
-"""
+"""Bugs to plant in what shares pages: one changed text each, or a method that does nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from pagedkv.activation import Activations
-from pagedkv.address_space import AddressSpaces
-from pagedkv.continuation import Continuations
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.logical_pages import LogicalPages
-from pagedkv.pool import PagePool
-from pagedkv.retained_spaces import RetainedSpaces
-from pagedkv.snapshot import Snapshots
+from pagedkv.ledger.activation import Activations
+from pagedkv.ledger.active_spaces import AddressSpaces
+from pagedkv.ledger.continuations import Continuations
+from pagedkv.ledger.kept_spaces import RetainedSpaces
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.pages import LogicalPages
+from pagedkv.ledger.pool import PagePool
+from pagedkv.ledger.snapshot import Snapshots
 from tests.host.planted import Planted
 
 

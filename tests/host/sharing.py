@@ -3,8 +3,6 @@
 `SharedLedgers` keeps one number for each column of each page group and moves numbers as a device would: a unit
 writes through the table, a copied tail copies its columns, and page groups that are free hold -1.  So what a
 space reads can be compared with what was written into it, however pages were shared, copied, cut and reused.
-
-Read next: `test_activation.py`.
 """
 
 from __future__ import annotations
@@ -14,15 +12,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pagedkv.activation import ActivationPlan, ActivationTarget, PreparedActivation, Refusal, TailCopy
-from pagedkv.block_tables import UNMAPPED
-from pagedkv.check import check_ledgers
-from pagedkv.config import Backend, DraftFullBackend, MTPBackend
-from pagedkv.continuation import Continuation
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.quantities import PAGE_TOKENS
-from pagedkv.retained_spaces import RetainedSpace
-from pagedkv.sequence import Sequence
+from pagedkv.ledger.activation import ActivationPlan, ActivationTarget, PreparedActivation, Refusal, TailCopy
+from pagedkv.ledger.block_tables import UNMAPPED
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.kept_spaces import RetainedSpace
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend
+from pagedkv.values.quantities import PAGE_TOKENS
 from tests.host.builders import DRAFT_GEOMETRY, assert_unchanged, make_ledgers, snapshot
 
 Held = Sequence | Continuation

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from pagedkv.activation import (
+from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
+from pagedkv.ledger.activation import (
     ActivationTarget,
     PoolPlan,
     Refusal,
     TailCopy,
 )
-from pagedkv.config import Backend
-from pagedkv.continuation import Continuation
-from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.values.config import Backend
 from tests.host.builders import (
     counts,
     refused,

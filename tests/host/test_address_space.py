@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv import address_space
-from pagedkv.address_space import HOLD, AddressSpaces
-from pagedkv.block_tables import UNMAPPED
-from pagedkv.check import check_ledgers
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
-from pagedkv.pool import DevicePageLease
+from pagedkv.ledger import active_spaces as address_space
+from pagedkv.ledger.active_spaces import HOLD, AddressSpaces
+from pagedkv.ledger.block_tables import UNMAPPED
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.pool import DevicePageLease
 from tests.host.builders import (
     activate,
     assert_unchanged,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.block_tables import UNMAPPED, BlockTable, TableSlices, flatten_ranges
-from pagedkv.check import check_ledgers
 from pagedkv.errors import MisuseError
+from pagedkv.ledger.block_tables import UNMAPPED, BlockTable, TableSlices, flatten_ranges
+from pagedkv.ledger.check import check_ledgers
 from tests.host.builders import (
     activate,
     begin,

@@ -12,10 +12,10 @@ from types import FrameType
 
 import pytest
 
-from pagedkv.activation import ActivationTarget
-from pagedkv.continuation import Continuation
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.sequence import Sequence
+from pagedkv.ledger.activation import ActivationTarget
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.sequences import Sequence
 from tests.host.builders import activate, boundary_checked, make_ledgers, write
 
 SIZES = (64, 192)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pagedkv import check
-from pagedkv.check import check_ledgers
-from pagedkv.config import MTPBackend, PoolConfig
-from pagedkv.ledgers import StoreLedgers
+from pagedkv.ledger import check
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.values.config import MTPBackend, PoolConfig
 from tests.host.builders import activate, begin, make_ledgers, trim, write
 from tests.host.sharing import MTP, SharedLedgers
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from pagedkv.activation import ActivationTarget, PreparedActivation
-from pagedkv.config import Backend
-from pagedkv.continuation import Continuation, Continuations
 from pagedkv.errors import MisuseError, StaleHandle, UnitInFlight
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.logical_pages import LogicalPages
-from pagedkv.pool import PagePool
-from pagedkv.sequence import Sequence, Sequences
-from pagedkv.snapshot import PreparedSnapshot
+from pagedkv.ledger.activation import ActivationTarget, PreparedActivation
+from pagedkv.ledger.continuations import Continuation, Continuations
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.pages import LogicalPages
+from pagedkv.ledger.pool import PagePool
+from pagedkv.ledger.sequences import Sequence, Sequences
+from pagedkv.ledger.snapshot import PreparedSnapshot
+from pagedkv.values.config import Backend
 from tests.host.builders import (
     activate,
     begin,

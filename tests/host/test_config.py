@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pagedkv.config import (
+from pagedkv.errors import ConfigError, MisuseError, PagedKVError
+from pagedkv.values.config import (
     Backend,
     DraftFullBackend,
     ExplicitCapacity,
@@ -14,7 +15,6 @@ from pagedkv.config import (
     MTPBackend,
     StoreConfig,
 )
-from pagedkv.errors import ConfigError, MisuseError, PagedKVError
 from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, make_config, refused
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from pagedkv.activation import ActivationTarget
-from pagedkv.config import Backend
-from pagedkv.continuation import Continuation
 from pagedkv.errors import MisuseError, StaleHandle
-from pagedkv.ledgers import StoreLedgers
+from pagedkv.ledger.activation import ActivationTarget
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.values.config import Backend
 from tests.host.builders import begin, counts, differences, observables, refused, trim
 from tests.host.sharing import BACKENDS, MTP, SharedLedgers
 

@@ -7,11 +7,11 @@ import logging
 import pytest
 
 import pagedkv as pk
-from pagedkv.activation import ActivationTarget
-from pagedkv.config import Backend, DraftFullBackend, MTPBackend
-from pagedkv.events import EVENT_KINDS, PageEvent, PageEvents
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.sequence import Sequence
+from pagedkv.ledger.activation import ActivationTarget
+from pagedkv.ledger.events import EVENT_KINDS, PageEvent, PageEvents
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend
 from tests.host.builders import DRAFT_GEOMETRY, activate, begin, make_ledgers, refused, trim, write
 from tests.host.operations_walk import OperationsWalk
 from tests.host.picture import Picture

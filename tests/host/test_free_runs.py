@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from pagedkv.free_runs import FreeRuns
+from pagedkv.ledger.free_runs import FreeRuns
 from tests.host.builders import assert_unchanged, runs_of, snapshot
 
 

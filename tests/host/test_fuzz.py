@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import pagedkv as pk
-from pagedkv.pool import PagePool
+from pagedkv.ledger.pool import PagePool
 from pagedkv.tools import command
 from pagedkv.tools.faulty_device import FaultyDevice
 from pagedkv.tools.finding import FuzzFound

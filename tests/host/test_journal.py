@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 import pagedkv as pk
-from pagedkv import address_space
-from pagedkv.activation import ActivationTarget
-from pagedkv.address_space import AddressSpaces
-from pagedkv.check import check_ledgers
-from pagedkv.config import Backend, DraftFullBackend, MTPBackend, StoreConfig
-from pagedkv.config_json import config_as_json, config_from_json
 from pagedkv.errors import ConfigError
-from pagedkv.journal import RECORDED, Journal, JournaledLedgers
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.sequence import Sequence
+from pagedkv.ledger import active_spaces as address_space
+from pagedkv.ledger.activation import ActivationTarget
+from pagedkv.ledger.active_spaces import AddressSpaces
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.record.config_json import config_as_json, config_from_json
+from pagedkv.record.journal import RECORDED, Journal, JournaledLedgers
+from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend, StoreConfig
 from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, activate, make_config, make_ledgers, trim, write
 from tests.host.operations_walk import OperationsWalk
 from tests.host.planted import Planted
@@ -246,7 +246,7 @@ def test_invariants_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatc
     """C16: after each operation, or after each so many; a violation is a difference with its message."""
     lines = short_run()
     checked: list[StoreLedgers] = []
-    monkeypatch.setattr("pagedkv.journal_replay.check_ledgers", checked.append)
+    monkeypatch.setattr("pagedkv.record.replay.check_ledgers", checked.append)
     assert pk.replay_journal(lines).operations == 6
     assert len(checked) == 5 + 1, "not between prepare and commit"
     checked.clear()
@@ -258,7 +258,7 @@ def test_invariants_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatc
         if ledgers.spaces["main"].pool.allocated:
             raise AssertionError("pool main: planted")
 
-    monkeypatch.setattr("pagedkv.journal_replay.check_ledgers", violated)
+    monkeypatch.setattr("pagedkv.record.replay.check_ledgers", violated)
     difference = pk.replay_journal(lines).difference
     assert difference is not None
     assert (difference.revision, difference.what, difference.got) == (3, "invariant", "pool main: planted")

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pagedkv.config import Backend, DraftFullBackend, ExplicitCapacity, KVGeometry, MTPBackend, StoreConfig
-from pagedkv.layout import Slab, build_layout, control_words
-from pagedkv.profiles import PROFILES
+from pagedkv.values.config import Backend, DraftFullBackend, ExplicitCapacity, KVGeometry, MTPBackend, StoreConfig
+from pagedkv.values.layout import Slab, build_layout, control_words
+from pagedkv.values.profiles import PROFILES
 from tests.host.builders import DRAFT_GEOMETRY, make_config
 
 

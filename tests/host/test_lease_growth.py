@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from pagedkv.activation import ActivationPlan, ActivationTarget, Refusal
-from pagedkv.check import check_ledgers
-from pagedkv.config import Backend, DraftFullBackend, MTPBackend
-from pagedkv.continuation import Continuation
 from pagedkv.errors import ConfigError, EntitlementExceeded, MisuseError, StaleHandle, UnitInFlight
-from pagedkv.lease_growth import NEVER
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.sequence import Sequence
+from pagedkv.ledger.activation import ActivationPlan, ActivationTarget, Refusal
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.growth import NEVER
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend
 from tests.host.builders import (
     DRAFT_GEOMETRY,
     activate,

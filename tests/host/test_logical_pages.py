@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from pagedkv.errors import MisuseError
-from pagedkv.logical_pages import LogicalPages
+from pagedkv.ledger.pages import LogicalPages
 from tests.host.builders import assert_unchanged, refused, runs_of, snapshot
 
 Ids = npt.NDArray[np.int32]

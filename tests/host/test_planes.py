@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.config import DraftFullBackend, ExplicitCapacity, KVGeometry, MTPBackend, StoreConfig
-from pagedkv.planes import PageOrder, PlaneGeometry, plane_inventory
-from pagedkv.profiles import PROFILES, Role
-from pagedkv.quantities import PAGE_TOKENS
+from pagedkv.values.config import DraftFullBackend, ExplicitCapacity, KVGeometry, MTPBackend, StoreConfig
+from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.profiles import PROFILES, Role
+from pagedkv.values.quantities import PAGE_TOKENS
 
 ORDERS: tuple[PageOrder, ...] = ("page-major", "head-major")
 

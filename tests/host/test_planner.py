@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.config import Backend
-from pagedkv.devices.cpu import CpuDevice
-from pagedkv.layout import build_layout
-from pagedkv.planner import CapacityCurve, advice, capacity_curve, plan
-from pagedkv.profiles import PROFILES
-from pagedkv.store import Store
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.store.store import Store
+from pagedkv.values.config import Backend
+from pagedkv.values.layout import build_layout
+from pagedkv.values.planner import CapacityCurve, advice, capacity_curve, plan
+from pagedkv.values.profiles import PROFILES
 from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, make_config, refused
 
 VECTORS = CapacityCurve(pages_min=2, pages_max=6, b_min=1000, b_step=128)
@@ -158,7 +158,7 @@ def test_a_layout_that_is_not_affine_is_a_logic_error(monkeypatch: pytest.Monkey
     def pk_allowance(count: int) -> Any:
         return dataclasses.replace(build_layout(make_config()).allowances[0], bytes=count)
 
-    monkeypatch.setattr("pagedkv.planner.build_layout", bent)
+    monkeypatch.setattr("pagedkv.values.planner.build_layout", bent)
     with pytest.raises(AssertionError, match="not affine"):
         capacity_curve(auto_config())
 

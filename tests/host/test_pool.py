@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagedkv.errors import MisuseError
-from pagedkv.pool import PagePool, try_reserve_bundle
+from pagedkv.ledger.pool import PagePool, try_reserve_bundle
 from tests.host.builders import assert_unchanged, refused, runs_of, snapshot
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedkv.errors import ConfigError
-from pagedkv.profiles import PROFILES, Profile, plane_schema, resolve_profile
+from pagedkv.values.profiles import PROFILES, Profile, plane_schema, resolve_profile
 from tests.host.builders import refused
 
 NAMES = ("bf16", "int8-g64", "fp8-e4m3-row", "nvfp4-g16", "k8v4")

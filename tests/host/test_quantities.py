@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagedkv import quantities
-from pagedkv.quantities import align_up, ceil_div, pages_for_tokens
+from pagedkv.values import quantities
+from pagedkv.values.quantities import align_up, ceil_div, pages_for_tokens
 
 
 def test_a_page_is_64_tokens_and_a_position_is_a_shift_and_a_mask() -> None:

@@ -10,14 +10,14 @@ import random
 import numpy as np
 import pytest
 
-from pagedkv.activation import Refusal
-from pagedkv.address_space import AddressSpaces
-from pagedkv.block_tables import UNMAPPED
-from pagedkv.check import check_ledgers
-from pagedkv.config import Backend, DraftFullBackend, MTPBackend
 from pagedkv.errors import ConfigError, MisuseError, StaleHandle
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.sequence import Sequence
+from pagedkv.ledger.activation import Refusal
+from pagedkv.ledger.active_spaces import AddressSpaces
+from pagedkv.ledger.block_tables import UNMAPPED
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend
 from tests.host.builders import (
     DRAFT_GEOMETRY,
     activate,

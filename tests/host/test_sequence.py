@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pagedkv.activation import ActivationPlan, ActivationTarget, Refusal
-from pagedkv.check import check_ledgers
-from pagedkv.config import Backend, DraftFullBackend, MTPBackend
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
-from pagedkv.sequence import Sequence
+from pagedkv.ledger.activation import ActivationPlan, ActivationTarget, Refusal
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend
 from tests.host.builders import (
     DRAFT_GEOMETRY,
     activate,

@@ -1,15 +1,12 @@
-"""Failures that other systems shipped, where pages are shared: in the half that the ledgers decide.  (S8 to S59)
-
-Read next: `test_sharing_walk.py`.
-"""
+"""Failures that other systems shipped, where pages are shared: in the half that the ledgers decide.  (S8 to S59)"""
 
 from __future__ import annotations
 
 import pytest
 
-from pagedkv.activation import ActivationTarget, Refusal
 from pagedkv.errors import StaleHandle
-from pagedkv.sequence import Sequence
+from pagedkv.ledger.activation import ActivationTarget, Refusal
+from pagedkv.ledger.sequences import Sequence
 from tests.host.builders import counts, refused, trim
 from tests.host.sharing import Held, SharedLedgers
 

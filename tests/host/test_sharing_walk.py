@@ -14,12 +14,12 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from pagedkv.activation import ActivationTarget, PreparedActivation, Refusal
-from pagedkv.config import Backend
-from pagedkv.continuation import Continuation
 from pagedkv.errors import MisuseError
-from pagedkv.sequence import Sequence
-from pagedkv.snapshot import PreparedSnapshot
+from pagedkv.ledger.activation import ActivationTarget, PreparedActivation, Refusal
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.ledger.snapshot import PreparedSnapshot
+from pagedkv.values.config import Backend
 from tests.host.builders import assert_unchanged, differences, observables, runs_of, snapshot
 from tests.host.sharing import BACKENDS, Held, SharedLedgers
 

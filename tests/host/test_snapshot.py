@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pagedkv.activation import Refusal
-from pagedkv.config import Backend
 from pagedkv.errors import MisuseError, StaleHandle, UnitInFlight
-from pagedkv.sequence import Sequence
+from pagedkv.ledger.activation import Refusal
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.values.config import Backend
 from tests.host.builders import assert_unchanged, begin, counts, refused, snapshot, trim
 from tests.host.sharing import BACKENDS, DRAFT, MTP, SharedLedgers
 

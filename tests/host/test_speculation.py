@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from pagedkv.activation import ActivationTarget, Refusal
-from pagedkv.check import check_ledgers
-from pagedkv.config import Backend, DraftFullBackend, MTPBackend
-from pagedkv.continuation import Continuation
 from pagedkv.errors import MisuseError, UnitInFlight
-from pagedkv.ledgers import StoreLedgers
-from pagedkv.sequence import Sequence
+from pagedkv.ledger.activation import ActivationTarget, Refusal
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend
 from tests.host.builders import (
     DRAFT_GEOMETRY,
     activate,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pagedkv.errors import MisuseError, PagedKVError, StaleHandle
-from pagedkv.packed_planes import PackedPlanes
-from pagedkv.page_runs import PageRun, page_runs
-from pagedkv.planes import plane_inventory
-from pagedkv.pool import PagePool
-from pagedkv.transfers import Direction, Transfer, Transfers
+from pagedkv.ledger.pool import PagePool
+from pagedkv.transfer.page_runs import PageRun, page_runs
+from pagedkv.transfer.plan import Direction, Transfer, Transfers
+from pagedkv.values.packed_planes import PackedPlanes
+from pagedkv.values.planes import plane_inventory
 from tests.host.builders import activate, make_ledgers, refused, snapshot, trim, write
 
 

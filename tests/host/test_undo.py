@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedkv.undo import Undo, undo_all
+from pagedkv.ledger.undo import Undo, undo_all
 
 
 def test_the_last_claim_goes_back_first_and_only_once() -> None:

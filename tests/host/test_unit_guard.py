@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pagedkv.check import check_ledgers
-from pagedkv.config import MTPBackend
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle, UnitInFlight
-from pagedkv.unit_guard import UnitGuard, rows_mask_of
+from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.units import UnitGuard, rows_mask_of
+from pagedkv.values.config import MTPBackend
 from tests.host.builders import (
     activate,
     assert_unchanged,

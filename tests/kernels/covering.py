@@ -8,8 +8,6 @@ codec and a head size, a width and a context), and a covering of some three hund
 
 The generator is greedy: each case starts from a pair that is still missing, then each axis in random order takes the
 value that brings the most missing pairs; the best of a few such cases is kept.  Same seed, same cases.
-
-Read next: `test_attention_covering.py`.
 """
 
 from __future__ import annotations

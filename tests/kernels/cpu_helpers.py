@@ -1,7 +1,4 @@
-"""Small tools for the tests of the cpu device: embedder modules from text, and devices that announce nothing.
-
-Read next: `test_cpu_threads.py`.
-"""
+"""Small tools for the tests of the cpu device: embedder modules from text, and devices that announce nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pagedkv.devices.cpu import CpuDevice
-from pagedkv.devices.cpu_compiler import Compiler
-from pagedkv.devices.cpu_kernels import CpuKernel
+from pagedkv.devices.cpu.compiler import Compiler
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.cpu.kernels import CpuKernel
 from pagedkv.devices.protocol import ModuleSpec
 
 ORDERS = ("ascending", "descending", "random")

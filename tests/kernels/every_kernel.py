@@ -1,8 +1,6 @@
 """One run of every kernel of a (profile, head_dim), for comparing executions: results, and every byte of planes.
 
 Planes start as the device allocates them, unwritten, which is 0xFF in all of them.
-
-Read next: `test_compilers_agree.py`; `tests/ptxsim/test_shipped_kernels.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.ops import Ops
-from pagedkv.profiles import HEAD_DIMS_CONTEXT, PROFILES, plane_schema
+from pagedkv.ops.ops import Ops
+from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, PROFILES, plane_schema
 from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table
 
 Results = dict[str, npt.NDArray[Any]]

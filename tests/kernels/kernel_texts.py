@@ -1,7 +1,4 @@
-"""Kernel sources as one text each, so that a test can change a line of them without touching a file.
-
-Read next: `planted_kernels.py`.
-"""
+"""Kernel sources as one text each, so that a test can change a line of them without touching a file."""
 
 from __future__ import annotations
 

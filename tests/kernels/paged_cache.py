@@ -2,8 +2,6 @@
 
 The page ids are never neighbours (2p + 1 by default), planes start as random bytes, and `host_planes` copies all of
 them, so that one comparison of whole planes says both "the right bytes" and "no other byte".
-
-Read next: `test_append.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import codecs
-from pagedkv.attention_shape import AttentionShape, Route, workspace_bytes
+from pagedkv.codecs import codecs
 from pagedkv.devices.protocol import Array, Device, Stream
-from pagedkv.ops import Ops
-from pagedkv.planes import PageOrder, PlaneGeometry, plane_inventory
-from pagedkv.views import PagedKVBatchLayerView
+from pagedkv.ops.ops import Ops
+from pagedkv.ops.views import PagedKVBatchLayerView
+from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
+from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
 
 Bits = npt.NDArray[np.uint16]
 Table = npt.NDArray[np.int32]

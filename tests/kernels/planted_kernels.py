@@ -3,8 +3,6 @@
 A source that is rewritten makes its mistake fail to plant, and the message says so: plant it anew in the new text.
 Nothing is written to `cuda_src`: the changed module is compiled from one flat text, and a device that stands in for
 the real one hands out its kernels.
-
-Read next: `test_planted_kernels.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from tests.kernels import (
 from tests.kernels.kernel_texts import flat_text
 
 _EXPORT = re.compile(r"^PK_EXPORT\((\w+)\)$", re.MULTILINE)
-_COMPILED_ALREADY = frozenset(("runtime.cuh", "cpu_runtime.h"))
+_COMPILED_ALREADY = frozenset(("kernels/runtime.cuh", "cpu_device/runtime.h"))
 """Comes before the text of every module."""
 
 
@@ -82,7 +80,7 @@ class PlantedDevice:
         if planted.source not in spec.sources:
             return module
         headers = {name: text for name, text in planted.sources().items() if name not in _COMPILED_ALREADY}
-        text = flat_text(f'#include "runtime.cuh"\n#include "{planted.source}"\n', headers)
+        text = flat_text(f'#include "kernels/runtime.cuh"\n#include "{planted.source}"\n', headers)
         name = f"planted_{re.sub('[^a-z0-9]+', '_', planted.what)}"
         changed = self._device.load(ModuleSpec(name, (), spec.defines, text))
         return _PlantedModule(module, changed, set(_EXPORT.findall(planted.sources()[planted.source])))
@@ -98,8 +96,9 @@ class _PlantedModule:
         return (self.changed if name in self.names else self.module).kernel(name)
 
 
-APPEND, ATTENTION, CONTEXT, TILES = "append.cu", "causal_attention.cu", "context_attention.cu", "attention_tiles.cuh"
-MOVES = "page_moves.cu"
+APPEND, ATTENTION = "kernels/append.cu", "kernels/causal_attention.cu"
+CONTEXT, TILES = "kernels/context_attention.cu", "kernels/attention_tiles.cuh"
+MOVES = "kernels/page_moves.cu"
 BYTES = test_append.test_an_append_across_a_page_writes_the_codec_bytes_and_no_other
 STEP = test_causal_attention.test_a_decode_step_meets_the_criterion
 COLUMNS = test_causal_attention.test_several_columns_meet_the_criterion
@@ -109,12 +108,12 @@ VERIFY = {"head_dim": 64, "route": "decode", "width": 6, "position": 17}
 
 ORDER_OF_THREADS = (
     Planted(
-        "lanes read their neighbours' maxima too early", "codec.cuh", APPEND,
+        "lanes read their neighbours' maxima too early", "kernels/codec.cuh", APPEND,
         (("warp_words[lane] = value;\n    __syncwarp();", "warp_words[lane] = value;"),),
         BYTES, {"profile": "int8-g64", "head_dim": 64}, frozenset({"uninit-shared", "warp-hazard"}),
     ),
     Planted(
-        "a rotation reads before its row is there", "codec.cuh", APPEND,
+        "a rotation reads before its row is there", "kernels/codec.cuh", APPEND,
         (("row[piece * kLaneDims + i] = x[i];\n    __syncwarp();", "row[piece * kLaneDims + i] = x[i];"),),
         BYTES, {"profile": "fp8-e4m3-row", "head_dim": 64}, frozenset({"uninit-shared", "warp-hazard"}),
     ),
@@ -160,12 +159,12 @@ PLACES = (
         test_attention_invariance.test_a_batch_equals_its_rows_alone, {"profile": "bf16"},
     ),
     Planted(
-        "a page offset has 32 bits", "page_address.cuh", ATTENTION,
+        "a page offset has 32 bits", "kernels/page_address.cuh", ATTENTION,
         (("page * plane.page_bytes +", "static_cast<int>(page * plane.page_bytes) +"),),
         test_scenarios.test_pages_behind_4_gib_are_addressed, {"order": "page-major"},
     ),
     Planted(
-        "a page offset of an append has 32 bits", "page_address.cuh", APPEND,
+        "a page offset of an append has 32 bits", "kernels/page_address.cuh", APPEND,
         (("page * plane.page_bytes +", "static_cast<int>(page * plane.page_bytes) +"),),
         test_scenarios.test_pages_behind_4_gib_are_addressed, {"order": "page-major"},
     ),
@@ -243,23 +242,23 @@ NUMBERS = (
         STEP, {"profile": "bf16", "head_dim": 64, "position": 65},
     ),
     Planted(
-        "scales are shifted by one group", "codec.cuh", ATTENTION,
+        "scales are shifted by one group", "kernels/codec.cuh", ATTENTION,
         (("scale_row[dim / 16]", "scale_row[(dim / 16 + 1) % (kHeadDim / 16)]"),),
         STEP, {"profile": "nvfp4-g16", "head_dim": 64, "position": 65},
     ),
     Planted(
-        "nibbles are swapped", "codec.cuh", APPEND,
+        "nibbles are swapped", "kernels/codec.cuh", APPEND,
         (("words[i / 8] |= code << (4 * (i % 8));", "words[i / 8] |= code << (4 * ((i ^ 1) % 8));"),),
         BYTES, {"profile": "nvfp4-g16", "head_dim": 64},
     ),
     Planted(
-        "a maximum drops nan", "codec.cuh", APPEND,
+        "a maximum drops nan", "kernels/codec.cuh", APPEND,
         (("largest_bits = magnitude > largest_bits ? magnitude : largest_bits;",
           "largest_bits = __float_as_uint(fmaxf(__uint_as_float(magnitude), __uint_as_float(largest_bits)));"),),
         test_append.test_encoding_without_rotation_equals_the_codec, {"side": QUANTIZED_SIDES[0], "head_dim": 64},
     ),
     Planted(
-        "a reciprocal stands for a quotient", "codec.cuh", APPEND,
+        "a reciprocal stands for a quotient", "kernels/codec.cuh", APPEND,
         (("float_to_e2m1(__fdiv_rn(x[i], scale))", "float_to_e2m1(__fmul_rn(x[i], __fdiv_rn(1.0f, scale)))"),),
         test_append.test_encoding_without_rotation_equals_the_codec, {"side": ("nvfp4-g16", "k"), "head_dim": 64},
     ),
@@ -368,7 +367,7 @@ CONTEXT_BLOCKS = (
         test_context_attention.test_far_apart_scores_keep_their_softmax, {"context_score": -100.0, "own_score": 100.0},
     ),
     Planted(
-        "a head offset has 32 bits", "page_address.cuh", CONTEXT,
+        "a head offset has 32 bits", "kernels/page_address.cuh", CONTEXT,
         (("+ head * plane.head_bytes", "+ static_cast<int>(head * plane.head_bytes)"),),
         test_context_attention.test_pages_and_heads_behind_4_gib_are_addressed,
     ),

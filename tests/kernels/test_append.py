@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv import codecs
+from pagedkv.codecs import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import ConfigError, MisuseError
-from pagedkv.ops import Ops
-from pagedkv.planes import PageOrder
-from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES
+from pagedkv.ops.ops import Ops
+from pagedkv.values.planes import PageOrder
+from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
 from tests.host.codec_cases import F32, QUANTIZED_SIDES, Side, next_down, next_up, row_of
 from tests.kernels.paged_cache import (
     PagedCache,

@@ -3,8 +3,6 @@
 The quick run takes the cases with little work, and for every value of every axis the cheapest case that holds it; the
 long run takes the whole covering, a second one of another seed, and longer contexts.  Masked calls feed NaN into their
 dead columns, and on route decode carry a second entry without a table row.
-
-Read next: `covering.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv import codecs
+from pagedkv.codecs import codecs
 from pagedkv.devices.protocol import Device
-from pagedkv.kernels import SHIPPED_HEAD_DIMS_BF16
-from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES
+from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16
+from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
 from tests.kernels.covering import Case, Choice, legal_pairs, pairs_of, pairwise_covering
 from tests.kernels.paged_cache import Bits, PagedCache, bf16_noise, scattered_table
 from tests.kernels.test_causal_attention import check_against_oracle

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.attention_shape import Route
-from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.protocol import Device
-from pagedkv.profiles import PROFILES
+from pagedkv.values.attention_shape import Route
+from pagedkv.values.profiles import PROFILES
 from tests.kernels.paged_cache import Bits, PagedCache, Table, bf16_noise, scattered_table
 
 CONTEXT = 700

@@ -1,7 +1,4 @@
-"""causal_attention: the numerical criterion, masks, stale bytes, refusals.  (C14.2, C14.4, C14.5, codecs 7)
-
-Read next: `test_attention_invariance.py`.
-"""
+"""causal_attention: the numerical criterion, masks, stale bytes, refusals.  (C14.2, C14.4, C14.5, codecs 7)"""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pagedkv import attention_shape
-from pagedkv import ops as ops_module
-from pagedkv.attention_shape import AttentionShape, Route, key_groups, workspace_bytes
 from pagedkv.devices.protocol import Device, ModuleSpec
 from pagedkv.errors import MisuseError
-from pagedkv.ops import Ops
-from pagedkv.profiles import PROFILES
+from pagedkv.ops import ops as ops_module
+from pagedkv.ops.ops import Ops
+from pagedkv.values import attention_shape
+from pagedkv.values.attention_shape import AttentionShape, Route, key_groups, workspace_bytes
+from pagedkv.values.profiles import PROFILES
 from tests.checkout import ROOT
 from tests.kernels.paged_cache import Bits, PagedCache, assert_same_planes, bf16_noise, scattered_table, to_device
 from tests.oracle.attention_oracle import CRITERIA, attend, stored_rows
@@ -303,8 +300,8 @@ def _planes(cache: PagedCache) -> list[Any]:
 
 def test_key_group_constants_stand_in_both_languages() -> None:
     """The numbers that size launches are the kernels' own."""
-    softmax = (ROOT / "cuda_src" / "softmax.cuh").read_text(encoding="utf-8")
-    attention = (ROOT / "cuda_src" / "attention_tiles.cuh").read_text(encoding="utf-8")
+    softmax = (ROOT / "cuda_src" / "kernels/softmax.cuh").read_text(encoding="utf-8")
+    attention = (ROOT / "cuda_src" / "kernels/attention_tiles.cuh").read_text(encoding="utf-8")
 
     def constant(text: str, name: str) -> int:
         found = re.search(rf"constexpr int {name} = (\d+);", text)
@@ -412,7 +409,7 @@ extern "C" __global__ void evaluate(float* powers, float* logarithms, const floa
 
 def evaluate(device: Device, x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Return exp2_fixed(x) and log2_fixed(-x) as the device computes them."""
-    module = device.load(ModuleSpec("fixed_functions", ("softmax.cuh",), (), FUNCTIONS_TEXT, ("evaluate",)))
+    module = device.load(ModuleSpec("fixed_functions", ("kernels/softmax.cuh",), (), FUNCTIONS_TEXT, ("evaluate",)))
     stream = device.stream()
     results = [device.empty(x.shape, np.float32) for _ in range(2)]
     arguments = (*results, to_device(device, stream, x), np.int32(x.size))

@@ -10,9 +10,9 @@ import importlib.util
 
 import pytest
 
-from pagedkv.devices import cpu_compiler
-from pagedkv.devices.cpu_compiler import zig_compiler
-from pagedkv.profiles import PROFILES
+from pagedkv.devices.cpu import compiler as cpu_compiler
+from pagedkv.devices.cpu.compiler import zig_compiler
+from pagedkv.values.profiles import PROFILES
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import assert_same_bits, run_every_kernel
 

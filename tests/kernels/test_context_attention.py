@@ -1,7 +1,4 @@
-"""context_attention: the numerical criterion, masks, read-only cache, refusals.  (C14.2, C14.4, C14.5, codecs 7)
-
-Read next: `test_context_invariance.py`.
-"""
+"""context_attention: the numerical criterion, masks, read-only cache, refusals.  (C14.2, C14.4, C14.5, codecs 7)"""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pagedkv.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import ConfigError, MisuseError
-from pagedkv.kernels import context_module, shipped_modules
-from pagedkv.ops import Ops
-from pagedkv.planes import PageOrder
+from pagedkv.ops.modules import context_module, shipped_modules
+from pagedkv.ops.ops import Ops
+from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
+from pagedkv.values.planes import PageOrder
 from tests.kernels.paged_cache import Bits, PagedCache, Table, assert_same_planes, bf16_noise, scattered_table
 from tests.oracle.attention_oracle import CONTEXT_CRITERION, attend_context, stored_rows
 

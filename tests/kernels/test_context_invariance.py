@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.protocol import Device
 from tests.kernels.paged_cache import Bits, PagedCache, Table, bf16_noise, scattered_table
 

@@ -9,8 +9,8 @@ import pytest
 
 from pagedkv.devices.protocol import Array, Device
 from pagedkv.errors import MisuseError
-from pagedkv.planes import PageOrder, PlaneGeometry, plane_inventory
-from pagedkv.profiles import HEAD_DIMS_QUANTIZED, PROFILES
+from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
 from tests.kernels.paged_cache import HostPlanes, PagedCache, assert_same_planes, bf16_noise, scattered_table
 
 ORDERS: list[PageOrder] = ["page-major", "head-major"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.protocol import cpu_only
 from pagedkv.errors import CaptureRefused, MisuseError
 from tests.kernels.cpu_helpers import cpu_device

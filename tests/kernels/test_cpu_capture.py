@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.devices.cpu import CpuDevice
-from pagedkv.devices.cpu_streams import CpuStream
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.cpu.streams import CpuStream
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.errors import CaptureRefused, DeviceFault, MisuseError
 from tests.kernels.cpu_helpers import cpu_device, kernel

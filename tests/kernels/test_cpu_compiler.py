@@ -17,9 +17,10 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
-from pagedkv.devices import cpu_compiler, cpu_runtime
-from pagedkv.devices.cpu import CpuDevice
-from pagedkv.devices.cpu_compiler import Compiler, build, find_compiler, zig_compiler
+from pagedkv.devices.cpu import compiler as cpu_compiler
+from pagedkv.devices.cpu import runtime as cpu_runtime
+from pagedkv.devices.cpu.compiler import Compiler, build, find_compiler, zig_compiler
+from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.devices.sources import SOURCE_FOLDER, has_static_shared, module_text
 from pagedkv.errors import MissingRequirement, MisuseError
@@ -222,7 +223,7 @@ def test_a_changed_header_compiles_again(tmp_path: Path, monkeypatch: pytest.Mon
     folder = tmp_path / "sources"
     shutil.copytree(SOURCE_FOLDER, folder)
     monkeypatch.setattr("pagedkv.devices.sources.SOURCE_FOLDER", folder)
-    monkeypatch.setattr("pagedkv.devices.cpu_compiler.SOURCE_FOLDER", folder)
+    monkeypatch.setattr("pagedkv.devices.cpu.compiler.SOURCE_FOLDER", folder)
     (folder / "inner.cuh").write_text("#define INNER 1\n", encoding="utf-8")
     (folder / "outer.cuh").write_text('#include "inner.cuh"\n', encoding="utf-8")
     text = '#include "outer.cuh"\nextern "C" int inner() { return INNER; }\n'
@@ -239,7 +240,7 @@ def test_processes_that_build_at_the_same_time_agree(tmp_path: Path, root: Path)
     """Written aside and renamed: whoever is last replaces a file by an equal one."""
     program = (
         "import sys\n"
-        "from pagedkv.devices.cpu_compiler import build, find_compiler\n"
+        "from pagedkv.devices.cpu.compiler import build, find_compiler\n"
         "print(build('parallel', 'extern \"C\" int f() { return 1; }', find_compiler()))\n"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
@@ -332,7 +333,7 @@ def test_plain_cuda_text_of_an_embedder_runs(threads: int, rng: np.random.Genera
 def test_static_shared_is_seen_in_code_and_not_in_comments() -> None:
     """Sources of ours use PK_SHARED and run in parallel."""
     assert not has_static_shared(ModuleSpec("a", text="// no __shared__ here\n/* __shared__ */"))
-    assert not has_static_shared(ModuleSpec("moves", sources=("page_moves.cu",)))
+    assert not has_static_shared(ModuleSpec("moves", sources=("kernels/page_moves.cu",)))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
@@ -353,7 +354,7 @@ def test_the_same_text_compiles_with_nvrtc(spec: ModuleSpec, arch: str) -> None:
 
 
 LAYOUTS = r"""
-#include "cpu_runtime_types.h"
+#include "cpu_device/runtime_types.h"
 #include <stddef.h>
 int main() {
     printf("%zu %zu ", sizeof(pk_node), sizeof(pk_fault));
@@ -391,7 +392,7 @@ def test_layouts_in_python_are_those_of_the_runtime(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no package ziglang")
 def test_the_aarch64_switch_assembles(tmp_path: Path) -> None:
     """Compiled, not run: the other architecture's assembly and signal context are at least accepted."""
-    source = SOURCE_FOLDER / "cpu_runtime.cpp"
+    source = SOURCE_FOLDER / "cpu_device/runtime.cpp"
     command = [
         *zig_compiler().command,
         "-target",
@@ -399,6 +400,7 @@ def test_the_aarch64_switch_assembles(tmp_path: Path) -> None:
         "-std=c++17",
         "-O2",
         "-fPIC",
+        f"-I{SOURCE_FOLDER}",
         "-c",
         str(source),
     ]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.devices.cpu import CpuDevice
-from pagedkv.devices.cpu_kernels import CpuKernel
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.cpu.kernels import CpuKernel
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.errors import DeviceFault, MisuseError
 from tests.kernels.cpu_helpers import cpu_device, kernel

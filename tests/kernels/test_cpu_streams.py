@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.devices import cuda, open_device
-from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices import open_device
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.cuda import device as cuda
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import CapacityError, MissingRequirement, MisuseError
 from tests.kernels.cpu_helpers import cpu_device, launch

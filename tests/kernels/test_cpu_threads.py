@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.errors import DeviceFault
 from tests.kernels.cpu_helpers import ORDERS, cpu_device, kernel, launch
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
-from pagedkv.kernels import linear_module
+from pagedkv.ops.modules import linear_module
 from pagedkv.tools.llama import KernelLinear
 from tests.checkout import ROOT
 from tests.kernels.cpu_helpers import cpu_device
@@ -42,7 +42,7 @@ def product(device: pk.Device, x: Float32Array, weight: Float32Array) -> Float32
 
 
 def reference(x: Float32Array, weight: Float32Array) -> Float32Array:
-    """The order of cuda_src/linear.cu, written out: 32 running sums, then the tree 16, 8, 4, 2, 1.
+    """The order of cuda_src/kernels/linear.cu, written out: 32 running sums, then the tree 16, 8, 4, 2, 1.
 
     A fused multiply-add of float32 numbers is one rounding of a sum that long double holds exactly enough: the product
     has 48 bits of 64.
@@ -109,7 +109,7 @@ def test_a_product_that_does_not_fit_is_refused() -> None:
 
 def test_the_runner_and_the_kernel_agree_on_the_module_and_its_tiles() -> None:
     """Written twice, because tools use public names only."""
-    text = (ROOT / "cuda_src" / "linear.cu").read_text(encoding="utf-8")
+    text = (ROOT / "cuda_src" / "kernels/linear.cu").read_text(encoding="utf-8")
     sizes = {name: int(value) for name, value in re.findall(r"constexpr int (kLinear\w+) = (\d+);", text)}
 
     assert linear_module() == KernelLinear.SPEC

@@ -10,14 +10,14 @@ import pytest
 
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError, TransferFailed
-from pagedkv.ops import Ops
-from pagedkv.packed_planes import PackedPlanes
-from pagedkv.page_mover import PageMover
-from pagedkv.page_runs import page_runs
-from pagedkv.planes import PageOrder, PlaneGeometry, plane_inventory
-from pagedkv.pool import PagePool
-from pagedkv.profiles import PROFILES
-from pagedkv.transfer_engine import TransferEngine
+from pagedkv.ledger.pool import PagePool
+from pagedkv.ops.ops import Ops
+from pagedkv.transfer.engine import TransferEngine
+from pagedkv.transfer.mover import PageMover
+from pagedkv.transfer.page_runs import page_runs
+from pagedkv.values.packed_planes import PackedPlanes
+from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.profiles import PROFILES
 
 PAGES = 12
 Planes = list[tuple[Any, PlaneGeometry]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv import codecs
+from pagedkv.codecs import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
-from pagedkv.ops import Ops
-from pagedkv.planes import PageOrder
-from pagedkv.profiles import PROFILES
+from pagedkv.ops.ops import Ops
+from pagedkv.values.planes import PageOrder
+from pagedkv.values.profiles import PROFILES
 from tests.kernels.paged_cache import PagedCache, assert_same_planes, scattered_table, to_device
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.errors import DeviceFault
-from pagedkv.ops import Ops
+from pagedkv.ops.ops import Ops
 from tests.kernels.planted_kernels import CONTROLS, PLANTED, Planted, PlantedDevice
 
 

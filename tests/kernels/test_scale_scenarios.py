@@ -1,6 +1,6 @@
 """Failures that other systems shipped around scales: initialised late, swizzled, lost, ignored, out of range.
 
-Each test names its scenario, S64 to S69.  Read next: `test_scenarios.py`.
+Each test names its scenario, S64 to S69.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
-from pagedkv import codecs
-from pagedkv.attention_shape import Route
+from pagedkv.codecs import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.graphs import DecodeLoop
-from pagedkv.profiles import PROFILES
-from pagedkv.views import PagedKVBatchLayerView
+from pagedkv.ops.views import PagedKVBatchLayerView
+from pagedkv.values.attention_shape import Route
+from pagedkv.values.profiles import PROFILES
 from tests.kernels.paged_cache import Bits, PagedCache, assert_same_planes, bf16_noise, scattered_table
 from tests.oracle.attention_oracle import hadamard
 from tests.toy_model import ToyModel

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.attention_shape import AttentionShape, Route, workspace_bytes
-from pagedkv.config import KVGeometry
 from pagedkv.devices.protocol import Array, Device
 from pagedkv.errors import ConfigError, MisuseError
-from pagedkv.ops import Ops
-from pagedkv.packed_planes import PackedPlanes
-from pagedkv.planes import PageOrder
-from pagedkv.profiles import PROFILES
-from pagedkv.views import PagedKVBatchLayerView
+from pagedkv.ops.ops import Ops
+from pagedkv.ops.views import PagedKVBatchLayerView
+from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
+from pagedkv.values.config import KVGeometry
+from pagedkv.values.packed_planes import PackedPlanes
+from pagedkv.values.planes import PageOrder
+from pagedkv.values.profiles import PROFILES
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.paged_cache import (
     MARK_BF16,

@@ -9,10 +9,10 @@ import pytest
 
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import ConfigError, MisuseError
-from pagedkv.ops import Ops
-from pagedkv.planes import plane_inventory
-from pagedkv.profiles import PROFILES
-from pagedkv.views import PagedKVBatchLayerView, PagedKVLayerView
+from pagedkv.ops.ops import Ops
+from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
+from pagedkv.values.planes import plane_inventory
+from pagedkv.values.profiles import PROFILES
 from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table, to_device
 
 ROLE_OF = {"k_pages": "k_code", "v_pages": "v_code", "k_scales": "k_scale", "v_scales": "v_scale"}

@@ -2,8 +2,6 @@
 
 Each is one line removed, changed or moved (a move is two edits), with the scene that it spoils and what the error
 must name: the operation and the buffer, as patterns.
-
-Read next: `test_planted.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +13,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from pagedkv.device_actions import DeviceActions
-from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.errors import CaptureRefused, DeviceFault, MisuseError, PagedKVError, StreamHazard
 from pagedkv.graphs import DecodeLoop, Unit
 from pagedkv.graphs.control_buffers import ControlBuffers
-from pagedkv.page_mover import PageMover, _Slot
-from pagedkv.pool import PagePool
-from pagedkv.store import Store
-from pagedkv.transfers import Transfers
+from pagedkv.ledger.pool import PagePool
+from pagedkv.store.actions import DeviceActions
+from pagedkv.store.store import Store
+from pagedkv.transfer.mover import PageMover, _Slot
+from pagedkv.transfer.plan import Transfers
 from tests.planted import scenes
 
 

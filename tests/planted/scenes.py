@@ -2,8 +2,6 @@
 
 Without a mistake in the product every scene passes under every seed.  With one planted mistake (`mistakes.py`) it
 must end in an error that names the operation and the buffer.
-
-Read next: `mistakes.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 import pagedkv as pk
-from pagedkv.devices.cpu import CpuDevice
+from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.graphs import DecodeLoop
-from pagedkv.packed_planes import PackedPlanes
-from pagedkv.page_mover import PageMover
-from pagedkv.planes import PlaneGeometry
-from pagedkv.pool import PagePool
-from pagedkv.transfer_engine import TransferEngine
-from pagedkv.transfers import Transfer
+from pagedkv.ledger.pool import PagePool
+from pagedkv.transfer.engine import TransferEngine
+from pagedkv.transfer.mover import PageMover
+from pagedkv.transfer.plan import Transfer
+from pagedkv.values.packed_planes import PackedPlanes
+from pagedkv.values.planes import PlaneGeometry
 from tests.placement import shuffle_placement
 from tests.toy_model import ToyModel
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from pagedkv.devices import cpu_races
-from pagedkv.devices.cpu_deferred import Queues
-from pagedkv.devices.cpu_races import Races
+from pagedkv.devices.cpu import races as cpu_races
+from pagedkv.devices.cpu.deferred import Queues
+from pagedkv.devices.cpu.races import Races
 from pagedkv.errors import PagedKVError
 from tests.planted.mistakes import MISTAKES, Mistake
 from tests.planted.scenes import SCENES, Scene, deferred_device

@@ -8,8 +8,6 @@ stands: a second execution, by NVIDIA's own front end, of the branches that are 
                      wrote; the launch's counters stay in `launches`
 
 A faulty launch raises `SimulatorReport`.  Nothing is asynchronous, and nothing can be captured.
-
-Read next: `test_shipped_kernels.py`.
 """
 
 from __future__ import annotations

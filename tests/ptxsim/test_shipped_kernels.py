@@ -4,7 +4,7 @@ Both executions share the source and nothing else: front end, types of eight flo
 executor differ.  Planes start unwritten, so that the emulator sees every read of a byte that no one wrote, and every
 byte of planes and outputs is compared, written or not.
 
-The quick run takes one head size of each profile; the long run takes every module.  Read next: `simulated_device.py`.
+The quick run takes one head size of each profile; the long run takes every module.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.attention_shape import AttentionShape, workspace_bytes
-from pagedkv.devices.cpu import CpuDevice
-from pagedkv.kernels import SHIPPED_HEAD_DIMS_BF16, attention_module, context_module, shipped_modules
-from pagedkv.packed_planes import PackedPlanes
-from pagedkv.profiles import HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16, attention_module, context_module, shipped_modules
+from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
+from pagedkv.values.packed_planes import PackedPlanes
+from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
 from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import pagedkv as pk
-from pagedkv.journal import Journal, JournaledLedgers
+from pagedkv.record.journal import Journal, JournaledLedgers
 from pagedkv.tools import command, doctor
 from tests.checkout import ROOT
 from tests.host.builders import activate, make_config, write

@@ -1,0 +1,272 @@
+// The state of the cpu device's runtime: devices, launches, workers, warps, and the helpers that read them.
+//
+//   pk_device    OS threads and settings; many launches, one at a time uses the helpers
+//   pk_launch    one kernel launch: which block is next, and the fault of the lowest block
+//   pk_worker    what one OS thread needs to run blocks: fibers, shared buffers, a fault
+//   pk_warp      sets of lanes by state, and the operands of collectives
+#pragma once
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include "cpu_device/runtime.h"
+
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
+
+#define PK_PUBLIC extern "C" __attribute__((visibility("default")))
+#define PK_NOINLINE __attribute__((noinline))
+
+// ---------------------------------------------------------------------------------------------------------
+// Shapes shared with Python (pagedkv/devices/cpu/runtime.py mirrors these layouts)
+
+enum pk_order : int32_t { PK_ASCENDING = 0, PK_DESCENDING = 1, PK_RANDOM = 2 };
+
+enum pk_fault_kind : int32_t {
+    PK_FAULT_NONE = 0,
+    PK_FAULT_SIGNAL = 1,     // `signal`, and `address` when `address_known`
+    PK_FAULT_TRAP = 2,       // __trap()
+    PK_FAULT_BARRIER = 3,    // divergent barrier
+    PK_FAULT_COLLECTIVE = 4, // divergent or wrong warp collective
+    PK_FAULT_SHARED = 5,     // shared memory: too much, or its slack was written
+    PK_FAULT_SPIN = 6,       // only spinning threads for too long
+    PK_FAULT_MEMORY = 7,     // the host has no memory for stacks or shared buffers
+};
+
+struct pk_fault {
+    int32_t kind;
+    int32_t signal;
+    int32_t address_known;
+    int32_t node;            // index into the nodes of pk_run
+    uint64_t address;
+    uint64_t pc;
+    uint32_t block[3];
+    uint32_t thread[3];
+    char kernel[128];
+    char text[512];
+};
+
+typedef void (*pk_entry)(const uint64_t* slots);
+
+enum pk_node_kind : uint32_t { PK_NODE_KERNEL = 0, PK_NODE_COPY = 1 };
+
+struct pk_node {
+    uint32_t kind;
+    uint32_t serial;         // 1: blocks one after another on one OS thread (static __shared__)
+    pk_entry entry;
+    const char* name;
+    const uint64_t* slots;   // one 8-byte slot per argument
+    uint32_t grid[3];
+    uint32_t block[3];
+    void* destination;       // copies only, as are the two below
+    const void* source;
+    uint64_t bytes;
+};
+
+struct pk_buffer {              // device memory: a mapping with guard pages, and the data in it
+    uint8_t* base;
+    uint64_t mapped_bytes;
+    uint8_t* start;
+    uint64_t bytes;
+};
+
+// ---------------------------------------------------------------------------------------------------------
+// Internal types
+
+enum {
+    LANES = 32,
+    THREADS_MAX = 1024,
+    WARPS_MAX = THREADS_MAX / LANES,
+    HELPERS_MAX = 255,
+    REGIONS_MAX = 1024,           // workers of the process: every one owns a region of fiber slots
+    SHARED_CACHE_MAX = 256,       // shared buffers a worker keeps mapped
+    SHARED_ACTIVE_MAX = 32,       // shared buffers of one block
+    SHARED_BYTES_MAX = 227 * 1024,  // the most a block may have on sm_90
+    CANARY = 0xA5,
+    POISON = 0xFF,
+};
+
+static const uint64_t kWakeAfterNs = 20000;      // a launch that takes longer asks for helpers
+static const uint64_t kHelperSpinNs = 30000;     // a helper waits this long for the next launch before it sleeps
+static const uint32_t kClockEveryRounds = 64;    // idle rounds between looks at the clock
+
+struct pk_group {                 // lanes that wait in one collective
+    uint32_t operation;
+    uint32_t mask;                // as the kernel gave it, in lanes
+    uint32_t required;            // mask restricted to lanes that exist
+    uint32_t arrived;             // lanes
+    const char* file;
+    int line;
+};
+
+struct pk_warp {
+    uint32_t ready, yielded, at_barrier, live;  // sets of ranks
+    uint32_t existing;            // set of lanes (and of ranks): fewer than 32 in the last warp of an odd block
+    uint32_t group_count;
+    bool identity;                // rank == lane
+    pk_fiber* fiber_of_rank[LANES];
+    uint8_t rank_of_lane[LANES];
+    uint8_t lane_of_rank[LANES];
+    pk_group groups[LANES];
+    uint64_t values[LANES];       // operands, valid from arrival to completion
+    uint32_t sources[LANES];
+    uint64_t results[LANES];      // valid from completion until the lane's next arrival
+    const void* inputs[LANES];
+    void* outputs[LANES];
+    pk_cooperation cooperation;
+    float rows[LANES][PK_REDUCE_COUNT_MAX];  // operands of a reduction
+    float totals[PK_REDUCE_COUNT_MAX];       // its results; a lane that runs ahead overwrites its row, not these
+};
+
+struct pk_shared_buffer {
+    const void* key;
+    const char* name;
+    size_t bytes;
+    uint8_t* base;                // mapping: guard page, pages, guard page
+    size_t mapped_bytes;
+    uint8_t* start;               // right-aligned to the second guard page to within 16 bytes
+    size_t slack;                 // canary bytes between the end and the guard page
+};
+
+struct pk_device;
+struct pk_launch;
+
+struct pk_worker {                // everything one OS thread needs to run blocks; used by one at a time
+    pk_block block;               // first: a fiber's block pointer is also the worker's
+    pk_fiber scheduler;           // only its saved registers are used
+    pk_fiber* current;
+    pk_launch* launch;
+    pk_device* device;
+    pk_worker* next_free;
+    uint8_t* slots;               // region of THREADS_MAX fiber slots
+    uint32_t slots_committed;
+    uint32_t thread_count, warp_count;
+    bool fibers_fresh;            // thread indices and start frames match block.threads
+    int32_t order;
+    uint32_t live;                // threads that have not exited
+    uint32_t arrived;             // threads at the block barrier
+    uint32_t predicate_count, predicate_result;
+    const char* barrier_file;
+    int barrier_line;
+    uint32_t idle_rounds;
+    uint64_t idle_since_ns;
+    pk_warp* warp_order[WARPS_MAX];
+    uint32_t shared_count;
+    uint32_t shared_active_count;
+    size_t shared_active_bytes;
+    uint32_t shared_active[SHARED_ACTIVE_MAX];   // indices into shared_buffers, in order of first use
+    const void* shared_active_key[SHARED_ACTIVE_MAX];
+    void* shared_active_start[SHARED_ACTIVE_MAX];
+    pk_shared_buffer shared_buffers[SHARED_CACHE_MAX];
+    pk_fault fault;
+    pk_warp warps[WARPS_MAX];
+};
+
+struct pk_launch {
+    const pk_node* node;
+    pk_device* device;
+    uint64_t block_count;
+    uint64_t next;                // atomic: position of the next block in running order
+    int abort;                    // atomic
+    uint64_t serial;              // of the launch, mixed into the seed
+    uint64_t multiplier, offset;  // random block order: block = (multiplier * i + offset) mod block_count
+    pk_fault fault;               // the one of the lowest block; under the device's mutex
+    uint64_t fault_block;
+};
+
+struct pk_device {
+    pthread_mutex_t mutex;        // guards everything below but `order` and `seed`, which the host sets while idle
+    pthread_cond_t work, done;
+    pk_launch* job;
+    uint64_t job_serial;          // atomic reads while spinning
+    int helpers_active;
+    bool stopping;
+    int helper_count;
+    pk_worker* free_workers;
+    int32_t order;
+    uint64_t seed;
+    uint64_t spin_limit_ns;
+    uint64_t launches;
+    pthread_mutex_t serial_mutex; // static __shared__ modules run one at a time
+    pthread_t helpers[HELPERS_MAX];
+};
+
+// ---------------------------------------------------------------------------------------------------------
+// Small helpers
+
+static uint64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+static inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    asm volatile("yield");
+#endif
+}
+
+static inline uint64_t mix(uint64_t* state) {  // splitmix64 (Steele, Lea and Flood 2014)
+    uint64_t z = (*state += 0x9E3779B97F4A7C15u);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+static const char* base_name(const char* path) {
+    const char* last = path;
+    for (const char* p = path; *p; ++p) {
+        if (*p == '/') last = p + 1;
+    }
+    return last;
+}
+
+static const char* operation_name(uint32_t operation) {
+    switch (operation & 0xFFu) {
+        case PK_SYNCWARP: return "__syncwarp";
+        case PK_SHFL: return "__shfl_sync";
+        case PK_SHFL_UP: return "__shfl_up_sync";
+        case PK_SHFL_DOWN: return "__shfl_down_sync";
+        case PK_SHFL_XOR: return "__shfl_xor_sync";
+        case PK_BALLOT: return "__ballot_sync";
+        case PK_ANY: return "__any_sync";
+        case PK_ALL: return "__all_sync";
+        case PK_MATCH_ANY: return "__match_any_sync";
+        case PK_WARP_MAX: return "pk_warp_max";
+        case PK_WARP_SUM: return "pk_warp_sum";
+        case PK_COOPERATE: return "pk_warp_cooperate";
+        default: return "collective";
+    }
+}
+
+static inline uint32_t lowest(uint32_t set) { return static_cast<uint32_t>(__builtin_ctz(set)); }
+
+static inline uint32_t ranks_of(const pk_warp* warp, uint32_t lanes) {
+    if (warp->identity || lanes == warp->existing) return lanes;
+    uint32_t ranks = 0;
+    for (; lanes; lanes &= lanes - 1) ranks |= 1u << warp->rank_of_lane[lowest(lanes)];
+    return ranks;
+}
+
+static inline uint32_t lanes_of(const pk_warp* warp, uint32_t ranks) {
+    uint32_t lanes = 0;
+    for (; ranks; ranks &= ranks - 1) lanes |= 1u << warp->lane_of_rank[lowest(ranks)];
+    return lanes;
+}
+
+static inline pk_worker* worker_of(pk_fiber* fiber) { return reinterpret_cast<pk_worker*>(fiber->block); }

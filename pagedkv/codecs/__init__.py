@@ -1,0 +1,1 @@
+"""The reference codecs of the five storage profiles, in NumPy.  (codecs.md)"""

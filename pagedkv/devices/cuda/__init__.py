@@ -1,0 +1,1 @@
+"""The cuda device: kernels, graphs and memory of a GPU, through CuPy."""

@@ -1,0 +1,1 @@
+"""Ledgers: what decides.  Plain Python and NumPy; no device, no array of a device."""

@@ -1,0 +1,151 @@
+"""Events: what happened to page groups, told to observers in order.  (C6.5, C9.6, C13.3)
+
+    kind          which page groups                                              row
+    materialize   became members (of a checkpoint's copied tail too)             the row, None for a checkpoint
+    publish       stand in the device table: new slices, or the whole            the row
+                  membership of an activation
+    trim          went back to the reservation of the same space                 the row
+    release       returned to available with their last reference                the row, None for a continuation
+    demote        left the Device for the Host      \\  nobody emits these yet:
+    restore       came back from the Host           /  no page has a Host replica
+
+A release that names a row is also the end of that row's membership: it may list no page group, where all of them stay
+with other spaces or with the continuation that was retained.  So a picture kept from events alone (materialize and
+publish set blocks, trim removes them, a release of a row empties it) is at every moment what the rows map.  Pages that
+are bound and unmapped are in no event.
+
+Ledgers record where they change something, so what is refused or aborted is in no event.  The store delivers at the end
+of the operation.  Counters always count; events are made only while somebody observes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pagedkv.errors import MisuseError
+from pagedkv.ledger.block_tables import TableSlices
+from pagedkv.ledger.caught import Caught
+from pagedkv.ledger.free_runs import Ids
+
+_LOG = logging.getLogger("pagedkv")
+
+EventKind = Literal["materialize", "publish", "trim", "demote", "restore", "release"]
+EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
+
+
+@dataclass(frozen=True)
+class PageEvent:
+    """What happened to page groups at consecutive blocks of one space.
+
+    Attributes:
+        kind: materialize, publish, trim, demote, restore or release.
+        pool: whose page groups.
+        row: the execution row, or None where an inactive space is meant.
+        first_block: the block of the first page group; the others follow.
+        page_ids: the page groups in block order; empty for a release of a row from which nothing became available.
+    """
+
+    kind: EventKind
+    pool: str
+    row: int | None
+    first_block: int
+    page_ids: tuple[int, ...]
+
+
+PageObserver = Callable[[PageEvent], object]
+"""Called with each event, in order; what it returns is ignored."""
+
+
+class PageEvents:
+    """Tells the observers of one store what its pools record.
+
+    Attributes:
+        is_heard: whether anybody observes; no event is made otherwise.
+        pending: recorded and not yet delivered, in the order in which things happened.
+    """
+
+    def __init__(self) -> None:
+        self.is_heard = False
+        self.pending: list[PageEvent] = []
+        self._observers: dict[int, PageObserver] = {}
+        self._token_next = 1
+        self._is_delivering = False
+
+    def observe(self, observer: PageObserver) -> Callable[[], None]:
+        """Call `observer` with every later event; returns what ends that, and may be called again in vain.
+
+        Raises:
+            MisuseError: the observer cannot be called.
+        """
+        if not callable(observer):
+            raise MisuseError("an observer", expected="something that can be called with a PageEvent",
+                              got=repr(observer), remedy="pass a function of one argument", clause="C9.6")
+        token = self._token_next
+        self._token_next += 1
+        self._observers[token] = observer
+        self.is_heard = True
+
+        def unsubscribe() -> None:
+            self._observers.pop(token, None)
+            self.is_heard = bool(self._observers)
+
+        return unsubscribe
+
+    def deliver(self) -> None:
+        """Tell every observer of every event that is pending, in the order in which things happened.
+
+        An observer that raises is logged and the others are told nevertheless.  An observer may use the store: what
+        that causes is told after what is pending, by this same call.
+        """
+        if not self.pending or self._is_delivering:
+            return
+        self._is_delivering = True
+        told = 0
+        try:
+            for event in self.pending:  # grows while it is read, when an observer uses the store
+                told += 1
+                for observer in tuple(self._observers.values()):
+                    with Caught() as caught:
+                        observer(event)
+                    if caught.error is not None:
+                        _LOG.error("observer %r failed at %s; the operation stands", observer, event,
+                                   exc_info=caught.error)
+        finally:
+            del self.pending[:told]
+            self._is_delivering = False
+
+
+class PoolEvents:
+    """Counts what happens to the page groups of one pool, and records it while somebody observes.
+
+    Attributes:
+        pages: page groups by kind so far.
+    """
+
+    def __init__(self, pool: str, events: PageEvents) -> None:
+        self.pages: dict[EventKind, int] = dict.fromkeys(EVENT_KINDS, 0)
+        self._pool = pool
+        self._events = events
+
+    def record(self, kind: EventKind, row: int | None, first_block: int, page_ids: Ids) -> None:
+        """Record page groups at consecutive blocks of one space."""
+        self.pages[kind] += page_ids.size
+        if self._events.is_heard:
+            self._events.pending.append(PageEvent(kind, self._pool, row, first_block, tuple(page_ids.tolist())))
+
+    def record_slices(self, kind: EventKind, slices: TableSlices, mirror: Ids) -> None:
+        """Record the page groups of table slices, one event a row.
+
+        Args:
+            mirror: (C, L) int32, the host mirror in which they stand.
+        """
+        self.pages[kind] += int(slices.block_counts.sum())
+        if self._events.is_heard:
+            for row, first, count in zip(
+                slices.rows.tolist(), slices.first_blocks.tolist(), slices.block_counts.tolist(), strict=True
+            ):
+                page_ids = tuple(mirror[row, first : first + count].tolist())
+                self._events.pending.append(PageEvent(kind, self._pool, row, first, page_ids))

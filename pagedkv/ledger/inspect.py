@@ -1,0 +1,194 @@
+"""StoreInspection: everything a store's ledgers show, copied into plain arrays.  (C16)
+
+    before = store.inspect()
+    ...                                  # an operation that is refused
+    assert not store.inspect().differences(before)
+
+What is copied is state, not history: the serials that will be handed out next are absent, and the columns of
+a free descriptor read as 0, whatever an earlier life left there.  Nothing here can be written back.  The parts are
+tuples of numbers and arrays: compare them with `differences`, not with `==`.
+
+Cost: linear in pages and table entries, one array copy for each column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.ledger.active_spaces import AddressSpaces
+from pagedkv.ledger.kept_spaces import RetainedSpaces
+from pagedkv.ledger.ledger import StoreLedgers
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+class PoolInspection(NamedTuple):
+    """One pool: its counters, the active spaces by row, page groups by id, descriptors by number.
+
+    Attributes:
+        capacity, allocated, reserved, available, bound: pages (C6.2, C6.5).
+        frontier, shared_end, mapped_end, bound_end, limit: (C,) int32, tokens of each row's space.
+        table: (C, L) int32, the host mirror: page group ids, -1 beyond what is bound.
+        members: (C, L) int32, descriptors, -1 beyond what is bound.
+        lease_serials: (capacity,) int64, 0 for a free page group.
+        pins: (capacity,) int32, copies that use a page group.
+        free_runs: (n, 2) int64, maximal runs [start, end) of free page groups.
+        serial, content: (capacity,) int64, generation and content epoch of a descriptor, 0 when it is free.
+        committed, protected: (capacity,) int32, columns; a writer's frontier is accounted for.
+        references, active, writer, device, block, page_pins: (capacity,) int32, as `logical_pages.py` says.
+    """
+
+    capacity: int
+    allocated: int
+    reserved: int
+    available: int
+    bound: int
+    frontier: Int32s
+    shared_end: Int32s
+    mapped_end: Int32s
+    bound_end: Int32s
+    limit: Int32s
+    table: Int32s
+    members: Int32s
+    lease_serials: Int64s
+    pins: Int32s
+    free_runs: Int64s
+    serial: Int64s
+    content: Int64s
+    committed: Int32s
+    protected: Int32s
+    references: Int32s
+    active: Int32s
+    writer: Int32s
+    device: Int32s
+    block: Int32s
+    page_pins: Int32s
+
+
+class SpaceInspection(NamedTuple):
+    """One inactive space: (n,) int32 descriptors in block order, and frontiers in tokens."""
+
+    members: Int32s
+    frontier: int
+    protected: int
+
+
+class ContinuationInspection(NamedTuple):
+    """One retained continuation: its space in each pool, and whether it has the caller's state (C2.2)."""
+
+    pools: Mapping[str, SpaceInspection]
+    has_state: bool
+
+
+FIRST_ARRAY: Final = 5
+"""Index of the first field of a pool that is an array: those before it are numbers, those behind it arrays."""
+assert PoolInspection._fields[FIRST_ARRAY] == "frontier", PoolInspection._fields
+
+PARTS = (PoolInspection, SpaceInspection, ContinuationInspection)
+
+
+@dataclass(frozen=True, eq=False)
+class StoreInspection:
+    """Every pool, sequence, unit and continuation of a store; made by `Store.inspect`.
+
+    Attributes:
+        pools: by name.
+        active_rows, rows_in_flight: execution rows in ascending order.
+        units_in_flight: labels, in the order of their begin.
+        sequence_serials: (C,) int64, 0 for a free row.
+        budget_tokens: (C,) int32, what each sequence was activated for.
+        continuations: by the number of their handle.
+    """
+
+    pools: Mapping[str, PoolInspection]
+    active_rows: tuple[int, ...]
+    rows_in_flight: tuple[int, ...]
+    units_in_flight: tuple[str, ...]
+    sequence_serials: Int64s
+    budget_tokens: Int32s
+    continuations: Mapping[int, ContinuationInspection]
+
+    def differences(self, before: StoreInspection) -> list[str]:
+        """Return one line for each value that differs from an earlier inspection; empty: nothing changed."""
+        return [] if _plain(before) == _plain(self) else _differences("", vars(before), vars(self))
+
+
+def inspect_ledgers(ledgers: StoreLedgers) -> StoreInspection:
+    """Copy what the ledgers show."""
+    guard, sequences = ledgers.guard, ledgers.sequences
+    in_flight = guard.rows_in_flight
+    return StoreInspection(
+        pools={name: _inspect_pool(spaces) for name, spaces in ledgers.spaces.items()},
+        active_rows=tuple(sequences.active_rows()),
+        rows_in_flight=tuple(row for row in range(in_flight.bit_length()) if in_flight >> row & 1),
+        units_in_flight=tuple(unit.label for unit in guard.units),
+        sequence_serials=sequences.serials.copy(),
+        budget_tokens=sequences.budget_tokens.copy(),
+        continuations={
+            number: ContinuationInspection(
+                {pool: _inspect_space(retained, number) for pool, retained in ledgers.continuations.retained.items()},
+                kept.state is not None,
+            )
+            for number, kept in ledgers.continuations.states.items()
+        },
+    )
+
+
+def _inspect_pool(spaces: AddressSpaces) -> PoolInspection:
+    pool, pages = spaces.pool, spaces.pages
+    return PoolInspection(
+        capacity=pool.capacity, allocated=pool.allocated, reserved=pool.reserved, available=pool.available,
+        bound=pool.bound, frontier=spaces.frontier.copy(), shared_end=spaces.shared_end.copy(),
+        mapped_end=spaces.mapped_end.copy(), bound_end=spaces.bound_end.copy(), limit=spaces.limit.copy(),
+        table=spaces.table.mirror.copy(), members=spaces.members.copy(), lease_serials=pool.serials.copy(),
+        pins=pool.pins.copy(), free_runs=pool.free_runs.edges(),
+        serial=pages.serial.copy(), content=pages.content * (pages.serial != 0),
+        committed=spaces.committed_columns(slice(0, pages.capacity)), protected=pages.protected.copy(),
+        references=pages.references.copy(), active=pages.active.copy(), writer=pages.writer.copy(),
+        device=pages.device.copy(), block=pages.block.copy(), page_pins=pages.pins.copy(),
+    )  # fmt: skip
+
+
+def _inspect_space(retained: RetainedSpaces, number: int) -> SpaceInspection:
+    space = retained.spaces[number]
+    return SpaceInspection(space.members.copy(), space.frontier, space.protected_frontier)
+
+
+def _plain(shown: StoreInspection) -> object:
+    """Return all that is shown as numbers and bytes, which are compared at once.
+
+    The arrays of a pool become one string of bytes: the length of one of them alone varies.
+    """
+    return (
+        shown.active_rows, shown.rows_in_flight, shown.units_in_flight,
+        shown.sequence_serials.tobytes(), shown.budget_tokens.tobytes(),
+        [(name, pool[:FIRST_ARRAY], b"".join(cast("Any", pool[FIRST_ARRAY:]))) for name, pool in shown.pools.items()],
+        [
+            (number, kept.has_state, pool, space.members.tobytes(), space.frontier, space.protected)
+            for number, kept in shown.continuations.items() for pool, space in kept.pools.items()
+        ],
+    )  # fmt: skip
+
+
+def _differences(path: str, before: Any, after: Any) -> list[str]:
+    kind = type(after)
+    if kind is np.ndarray:
+        if before.shape == after.shape and before.tobytes() == after.tobytes():
+            return []
+        return [f"{path}: {before.tolist()} became {after.tolist()}"]
+    if kind in PARTS:
+        pairs = list(zip(kind._fields, before, after, strict=True))
+    elif kind is dict and before.keys() == after.keys():
+        pairs = [(key, before[key], after[key]) for key in after]
+    else:
+        return [] if before == after else [f"{path}: {before!r} became {after!r}"]
+    found = []
+    for name, old, new in pairs:
+        found += _differences(f"{path}.{name}" if path else str(name), old, new)
+    return found

@@ -1,0 +1,116 @@
+"""Sequences: handles and execution rows.  (C9.7, C10.1, C11.3)
+
+A sequence bundles one address space per enabled pool (C10.1).  Its life:
+
+    activate   reserve in every pool, lease an execution row      all or nothing (C10.2), `activation.py`
+    units      map, publish, launch, commit, trim                 per pool (C9.9)
+    finish     trim, give up reservation and row, then retain     at a boundary (C9.8), `ledgers.py`
+               or release the pages
+
+An execution row is leased in every pool's table at once, so one number selects the sequence in all of
+them; it owns no page, no reservation and no frontier (C9.7).  Handles carry the row's serial: one
+that outlived its sequence is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedkv.errors import MisuseError, StaleHandle
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A thin handle of an active sequence; made by `Store.activate`, valid until it is finished."""
+
+    store_id: int
+    row: int
+    serial: int
+
+    def __repr__(self) -> str:
+        return f"Sequence(row={self.row}, serial={self.serial})"
+
+
+class Sequences:
+    """Execution rows, and which sequence holds each.
+
+    Attributes:
+        serials: (C,) int64, serial of the sequence that holds a row, 0 while it is free.
+        budget_tokens: (C,) int32, tokens that sequence may hold: what came from a source, prompt and output.
+        stamp: moves whenever a row is leased or returned; batches revalidate only then.  No two stores share a value,
+            so a batch of another store is revalidated too, and refused.
+
+    They are written by `publish` and `end` alone.
+    """
+
+    def __init__(self, rows: int, store_id: int) -> None:
+        self.store_id = store_id
+        self.serials = np.zeros(rows, np.int64)
+        self.budget_tokens = np.zeros(rows, np.int32)
+        self.stamp = store_id << 32
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._serial_next = 1
+
+    @property
+    def active_count(self) -> int:
+        """Sequences that hold an execution row."""
+        return self.serials.size - len(self._free_rows)
+
+    def active_rows(self) -> list[int]:
+        """Return the leased rows in ascending order."""
+        return self.serials.nonzero()[0].tolist()
+
+    def free_rows(self) -> list[int]:
+        """Return the rows that an activation may lease, in ascending order."""
+        return sorted(self._free_rows)
+
+    @property
+    def next_row(self) -> int | None:
+        """The row that the next activation will lease, or None."""
+        return self._free_rows[-1] if self._free_rows else None
+
+    def lease_row(self) -> int:
+        """Take the next row for an activation that is being prepared."""
+        return self._free_rows.pop()
+
+    def return_row(self, row: int) -> None:
+        """Give a row back; no sequence holds it."""
+        self._free_rows.append(row)
+        self._free_rows.sort(reverse=True)
+
+    def publish(self, row: int, budget_tokens: int) -> Sequence:
+        """Let a leased row be an active sequence.  (C10.3)"""
+        serial = self._serial_next
+        self.serials[row] = serial
+        self._serial_next = serial + 1
+        self.budget_tokens[row] = budget_tokens
+        self.stamp += 1
+        return Sequence(self.store_id, row, serial)
+
+    def end(self, sequence: Sequence) -> None:
+        """End a sequence whose spaces were closed or detached, and return its row.  (C9.8)"""
+        self.serials[sequence.row] = 0
+        self.budget_tokens[sequence.row] = 0
+        self.return_row(sequence.row)
+        self.stamp += 1
+
+    def require_current(self, sequence: Sequence) -> None:
+        """Refuse a handle of another store or of a sequence that has ended.  (C10.1)
+
+        Raises:
+            StaleHandle: the row is free or serves another sequence.
+        """
+        if not isinstance(sequence, Sequence):
+            raise MisuseError("a handle", expected="the Sequence that activate returned", got=repr(sequence),
+                              remedy="pass the handle; try_activate may have answered with a Refusal", clause="C10.1")
+        known = (
+            type(sequence.store_id) is int and sequence.store_id == self.store_id
+            and type(sequence.row) is int and 0 <= sequence.row < self.serials.size
+            and type(sequence.serial) is int and sequence.serial > 0
+        )
+        if not known or self.serials[sequence.row] != sequence.serial:
+            raise StaleHandle(f"{sequence}", expected="an active sequence of this store",
+                              got="one that was finished, or of another store",
+                              remedy="use the handle that activate returned, until finish", clause="C10.1")

@@ -1,0 +1,91 @@
+"""Which compiled modules serve a (profile, head_dim), and the set that ships.  (C4.1, C4.5)
+
+    module            sources                          constants                kernels
+    bf16_d64, ...     append.cu, causal_attention.cu   PK_PROFILE, PK_HEAD_DIM  append_rows, append_prefix,
+                                                                                encode_unrotated,
+                                                                                causal_attention_{decode,merge,prefill}
+    context_d64, ...  context_attention.cu             PK_PROFILE, PK_HEAD_DIM  context_attention,
+                                                                                context_attention_merge
+    page_moves        page_moves.cu                    -                        fill_pages, pack_pages, unpack_pages,
+                                                                                copy_columns, bf16_from_f32,
+                                                                                f32_from_bf16
+    linear            linear.cu                        -                        linear_rows (the model runner's)
+
+Everything else (group size, page order, strides, counts) is a run-time argument, so that one module serves every
+geometry of a profile.  A shape outside the shipped set compiles on demand.
+"""
+
+from __future__ import annotations
+
+from pagedkv.devices.protocol import ModuleSpec
+from pagedkv.errors import ConfigError
+from pagedkv.values.profiles import (
+    HEAD_DIMS_CONTEXT,
+    HEAD_DIMS_QUANTIZED,
+    PROFILES,
+    Profile,
+    check_head_dim,
+    resolve_profile,
+)
+
+PROFILE_NUMBERS: dict[str, int] = {"bf16": 0, "int8-g64": 1, "fp8-e4m3-row": 2, "nvfp4-g16": 3, "k8v4": 4}
+"""PK_PROFILE in `cuda_src/kernels/codec.cuh`."""
+
+SHIPPED_HEAD_DIMS_BF16: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
+
+assert PROFILE_NUMBERS.keys() == PROFILES.keys(), "every profile has kernels (C4.1)"
+
+
+def attention_module(profile: str | Profile, head_dim: int) -> ModuleSpec:
+    """Return the module with append and causal attention of one (profile, head_dim).
+
+    Raises:
+        ConfigError: unknown profile, or a head_dim that it does not support (C4.5).
+    """
+    resolved = resolve_profile(profile)
+    check_head_dim(resolved, head_dim)
+    return ModuleSpec(
+        name=f"{resolved.name}_d{head_dim}",
+        sources=("kernels/append.cu", "kernels/causal_attention.cu"),
+        defines=(("PK_PROFILE", str(PROFILE_NUMBERS[resolved.name])), ("PK_HEAD_DIM", str(head_dim))),
+    )
+
+
+def context_module(head_dim: int) -> ModuleSpec:
+    """Return the module with context attention over a BF16 draft pool of one head_dim.
+
+    Raises:
+        ConfigError: a head_dim other than 64 and 128 (C14.4).
+    """
+    if type(head_dim) is not int or head_dim not in HEAD_DIMS_CONTEXT:
+        raise ConfigError("head_dim of context attention", expected=" or ".join(map(str, HEAD_DIMS_CONTEXT)),
+                          got=repr(head_dim), remedy="use a draft of a supported head_dim", clause="C14.4")
+    return ModuleSpec(
+        name=f"context_d{head_dim}",
+        sources=("kernels/context_attention.cu",),
+        defines=(("PK_PROFILE", str(PROFILE_NUMBERS["bf16"])), ("PK_HEAD_DIM", str(head_dim))),
+    )
+
+
+def page_moves_module() -> ModuleSpec:
+    """Return the module of kernels that know no profile."""
+    return ModuleSpec(name="page_moves", sources=("kernels/page_moves.cu",), defines=())
+
+
+def linear_module() -> ModuleSpec:
+    """Return the module of the model runner's matrix product."""
+    return ModuleSpec(name="linear", sources=("kernels/linear.cu",), defines=())
+
+
+def shipped_modules() -> tuple[ModuleSpec, ...]:
+    """Return the modules that are checked on every architecture: D 64, 128, 256 everywhere, more for bf16."""
+    return (
+        *(
+            attention_module(profile, head_dim)
+            for profile in PROFILES.values()
+            for head_dim in (HEAD_DIMS_QUANTIZED if profile.is_quantized else SHIPPED_HEAD_DIMS_BF16)
+        ),
+        *(context_module(head_dim) for head_dim in HEAD_DIMS_CONTEXT),
+        page_moves_module(),
+        linear_module(),
+    )

@@ -1,0 +1,1 @@
+"""The record of decisions: the journal, its words, and its replay."""

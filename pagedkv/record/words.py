@@ -1,0 +1,273 @@
+"""The words of a journal: arguments and answers of ledger operations as JSON, and arguments back.
+
+    value of a caller       in JSON
+    None, bool, int, str    itself
+    Sequence                {"sequence": [row, serial]}        with the store's id as third where it is another one's
+    Continuation            {"continuation": [number]}         likewise
+    Batch                   {"batch": [[row, serial], ...]}    likewise
+    SubmittedUnit           {"unit": number}                   {"unit": null}: one that is not in flight
+    prepared claims         {"prepared": revision}             of the line that prepared them; null: they have ended
+    ActivationTarget        {"target": {...}}
+    pool -> columns         {"columns": {...}}                 counts as number or list, whatever array they came in
+    the caller's state      {"state": true}                    only whether there is one
+    anything else           {"opaque": repr}                   refused when it is repeated, as it was
+
+Writer and replay share one `JournalWords` each: it remembers which prepared claims a revision names.  Both describe
+answers with the same function, so that an answer is compared word by word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+
+from pagedkv.errors import PagedKVError
+from pagedkv.ledger.activation import ActivationTarget, PreparedActivation, Refusal, TailCopy
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.ledger import Batch, PoolSlices, StoreLedgers
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.ledger.snapshot import PreparedSnapshot
+from pagedkv.ledger.units import SubmittedUnit
+
+Words = dict[str, Any]
+Prepared = PreparedActivation | PreparedSnapshot
+
+COLUMNS = frozenset({"columns", "accepted", "provisional"})
+"""Arguments that hold counts of columns, for which an array of integers is as good as a list."""
+
+
+class Opaque:
+    """Stands for an argument of a form that no operation accepts."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class JournalWords:
+    """Translates for one store's ledgers.
+
+    Attributes:
+        prepared: claims that are neither committed nor aborted, by the revision that prepared them.
+    """
+
+    def __init__(self, ledgers: StoreLedgers) -> None:
+        self.ledgers = ledgers
+        self.prepared: dict[int, Prepared] = {}
+
+    @property
+    def store_id(self) -> int:
+        """The store whose handles need no id."""
+        return self.ledgers.sequences.store_id
+
+    # ---- arguments --------------------------------------------------------------------------------
+
+    def arguments(self, given: Mapping[str, object]) -> Words:
+        """Return the arguments of an operation as JSON, by name; taken before it runs, when handles are current."""
+        return {name: self._argument(name, value) for name, value in given.items()}
+
+    def arguments_back(self, words: Words) -> Words:
+        """Return arguments that an operation treats as it treated the recorded ones.
+
+        Raises:
+            KeyError, TypeError, ValueError: words of another form.
+        """
+        return {name: self._back(value) for name, value in words.items()}
+
+    def _argument(self, name: str, value: object) -> object:
+        if name == "state":
+            return {"state": value is not None}
+        if name in COLUMNS and value is not None:
+            return _mapping_or_counts(value)
+        if type(value) in {type(None), bool, int, str}:
+            return value
+        return self._handle(value)
+
+    def _handle(self, value: object) -> Words:
+        if isinstance(value, Sequence):
+            return {"sequence": self._own(value.store_id, value.row, value.serial)}
+        if isinstance(value, Continuation):
+            return {"continuation": self._own(value.store_id, value.number)}
+        if isinstance(value, Batch):
+            return {"batch": [self._own(entry.store_id, entry.row, entry.serial) for entry in value.sequences]}
+        if isinstance(value, SubmittedUnit):
+            return {"unit": value.number if value in self.ledgers.guard.units else None}
+        if isinstance(value, Prepared):
+            return {"prepared": next((revision for revision, kept in self.prepared.items() if kept is value), None)}
+        if isinstance(value, ActivationTarget):
+            words = {field.name: getattr(value, field.name) for field in fields(value)}
+            frontier = value.frontier
+            words["frontier"] = (_mapping_or_counts(frontier) if isinstance(frontier, Mapping)
+                                 else frontier if type(frontier) in {type(None), int} else {"opaque": repr(frontier)})
+            words["source"] = None if value.source is None else self._handle(value.source)
+            return {"target": words}
+        return {"opaque": repr(value)}
+
+    def _own(self, store_id: int, *numbers: int) -> list[int]:
+        return [*numbers] if store_id == self.store_id else [*numbers, store_id]
+
+    def _back(self, words: object) -> object:
+        if not isinstance(words, dict):
+            return words
+        ((kind, value),) = words.items()
+        match kind:
+            case "state":
+                return True if value else None
+            case "columns":
+                return {pool: _counts_back(counts) for pool, counts in value.items()}
+            case "counts":
+                return _counts_back(value)
+            case "sequence":
+                return self._sequence_back(value)
+            case "continuation":
+                return Continuation(value[1] if len(value) > 1 else self.store_id, value[0])
+            case "batch":
+                return self.ledgers.batch([self._sequence_back(entry) for entry in value])
+            case "unit":
+                return self._unit_back(value)
+            case "prepared":
+                return Opaque("claims that have ended") if value is None else self.prepared[value]
+            case "target":
+                parts: Words = {name: self._back(part) for name, part in value.items()}
+                return ActivationTarget(**parts)
+            case "opaque":
+                return Opaque(value)
+        raise ValueError(f"{kind!r} is no kind of argument")
+
+    def _sequence_back(self, numbers: list[int]) -> Sequence:
+        row, serial = numbers[:2]
+        return Sequence(numbers[2] if len(numbers) > 2 else self.store_id, row, serial)
+
+    def _unit_back(self, number: int | None) -> SubmittedUnit:
+        if number is None:
+            return SubmittedUnit(0, "ended", np.zeros(0, np.int64), 0, {}, {}, is_open=False)
+        found = [unit for unit in self.ledgers.guard.units if unit.number == number]
+        if not found:
+            raise ValueError(f"no unit {number} is in flight")
+        return found[0]
+
+    # ---- answers ----------------------------------------------------------------------------------
+
+    def outcome(self, revision: int, arguments: Mapping[str, object], answer: object) -> Words:
+        """Return what an operation answered as {"answer": ...}, or {"refused": ...} for a Refusal.
+
+        Args:
+            revision: of the operation; claims that it prepared are known by it from now on.
+            arguments: as the operation took them: frontiers that it moved are part of the answer.
+        """
+        if isinstance(answer, Refusal):
+            return {"refused": asdict(answer)}
+        if isinstance(answer, Prepared):
+            self.prepared[revision] = answer
+        ended = arguments.get("prepared")
+        for key in [key for key, kept in self.prepared.items() if kept is ended]:
+            del self.prepared[key]
+        return {"answer": self._moved(arguments) if answer is None else self._answer(answer)}
+
+    def state(self) -> dict[str, list[int]]:
+        """Return (allocated, reserved, available) pages of every pool.  (C6.2)"""
+        pools = [spaces.pool for spaces in self.ledgers.spaces.values()]
+        return {pool.name: [pool.allocated, pool.reserved, pool.available] for pool in pools}
+
+    def _answer(self, answer: object) -> object:
+        if isinstance(answer, bool | int):
+            return answer
+        if isinstance(answer, Sequence):
+            return {"row": answer.row, "serial": answer.serial, "frontiers": self._row_frontiers(answer.row),
+                    "pages": {name: spaces.mapped_ids(answer.row).tolist()
+                              for name, spaces in self.ledgers.spaces.items()}}
+        if isinstance(answer, Continuation):
+            retained = {name: (kept.spaces[answer.number], kept.pages)
+                        for name, kept in self.ledgers.continuations.retained.items()}
+            return {"continuation": answer.number,
+                    "frontiers": {name: space.frontier for name, (space, _) in retained.items()},
+                    "pages": {name: pages.device[space.members].tolist() for name, (space, pages) in retained.items()}}
+        if isinstance(answer, PreparedActivation):
+            plan = answer.plan
+            return {"kind": plan.kind, "row": plan.row, "pools": [part._asdict() for part in plan.pools],
+                    "copies": _copies(answer.copies),
+                    "tables": {name: page_ids.tolist() for name, page_ids in answer.tables.items()}}
+        if isinstance(answer, list):
+            return {"short": [[sequence.row, sequence.serial] for sequence in answer]}
+        if isinstance(answer, PreparedSnapshot):
+            return {"copies": _copies(answer.copies)}
+        if isinstance(answer, tuple):
+            unit, slices = answer
+            return {"unit": unit.number, "slices": self._slices(slices),
+                    "first_positions": {name: first.tolist() for name, first in unit.first_positions.items()}}
+        assert isinstance(answer, dict), f"no words for {answer!r}"
+        return {"slices": self._slices(answer)}
+
+    def _moved(self, arguments: Mapping[str, object]) -> object:
+        """Return the frontiers of what an operation without an answer moved, or None."""
+        for value in arguments.values():
+            if isinstance(value, SubmittedUnit):
+                return {"frontiers": {name: spaces.frontier[value.rows].tolist()
+                                      for name, spaces in self.ledgers.spaces.items()}}
+            if isinstance(value, Sequence):
+                return {"frontiers": self._row_frontiers(value.row)}
+            if isinstance(value, Continuation) and value.number in self.ledgers.continuations.states:
+                spaces = {name: kept.spaces[value.number]
+                          for name, kept in self.ledgers.continuations.retained.items()}
+                return {"frontiers": {name: space.frontier for name, space in spaces.items()},
+                        "protected": {name: space.protected_frontier for name, space in spaces.items()}}
+        return None
+
+    def _row_frontiers(self, row: int) -> dict[str, int]:
+        return {name: int(spaces.frontier[row]) for name, spaces in self.ledgers.spaces.items()}
+
+    def _slices(self, slices: PoolSlices) -> dict[str, list[list[object]]]:
+        """Return, per pool, [row, first block, page ids] of each slice."""
+        return {
+            name: [
+                [row, first, self.ledgers.spaces[name].table.mirror[row, first : first + count].tolist()]
+                for row, first, count in zip(
+                    gained.rows.tolist(), gained.first_blocks.tolist(), gained.block_counts.tolist(), strict=True
+                )
+            ]
+            for name, gained in slices.items()
+        }
+
+
+def refusal_words(error: BaseException) -> Words:
+    """Return {"refused": ...} for what an operation raised: the class, and the clause that it cites."""
+    clause = error.clause if isinstance(error, PagedKVError) else ""
+    return {"refused": {"error": type(error).__name__, "clause": clause}}
+
+
+def _copies(copies: tuple[TailCopy, ...]) -> list[list[object]]:
+    return [[copy.pool, copy.source_page, copy.destination_page, copy.columns] for copy in copies]
+
+
+def _mapping_or_counts(value: object) -> Words:
+    if isinstance(value, Mapping):
+        if all(type(key) is str for key in value):
+            return {"columns": {key: _counts(counts) for key, counts in value.items()}}
+        return {"opaque": repr(value)}
+    return {"counts": _counts(value)}
+
+
+def _counts(value: object) -> object:
+    """Return counts as numbers and lists: what NumPy makes an array of integers of, and nothing else."""
+    if type(value) in {int, bool}:
+        return value
+    if isinstance(value, list | tuple):
+        return [_counts(part) for part in value]
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iub":
+        return {"array": value.tolist(), "dtype": value.dtype.str}
+    return {"opaque": repr(value)}
+
+
+def _counts_back(words: object) -> object:
+    if isinstance(words, list):
+        return [_counts_back(part) for part in words]
+    if isinstance(words, dict):
+        if "opaque" in words:
+            return Opaque(words["opaque"])
+        return np.array(words["array"], np.dtype(words["dtype"]))
+    return words

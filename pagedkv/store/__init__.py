@@ -1,0 +1,1 @@
+"""The store: the object a caller holds."""

@@ -1,0 +1,1 @@
+"""Transfers: copies of whole pages between device and host, and beside decode."""

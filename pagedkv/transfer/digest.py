@@ -1,0 +1,135 @@
+"""PageFingerprints: digests of page groups, on the device and in packed host extents.  (C7.4, C8.3, C12.4)
+
+    fingerprints = fingerprint(pool, page_ids, columns)       (n, planes) uint64
+                                                              row i: page i; column j: plane j, in ordinal order (C4.2)
+
+A digest covers the first columns[i] rows of every KV head of a page in one plane, so a page and its copy at another
+place, on another side, agree exactly when those bytes do; what is provisional behind them does not count (C13.2).
+The bytes come to the host for it: for sanitizer mode and for tests, never for a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.devices.protocol import Array, Device, Stream
+from pagedkv.errors import Corruption
+from pagedkv.values.packed_planes import PackedPlanes
+from pagedkv.values.planes import PlaneGeometry
+
+Fingerprints = npt.NDArray[np.uint64]
+Ids = npt.NDArray[np.int32]
+
+DIGEST_BYTES = 8
+
+
+class PageFingerprints:
+    """Digests of the pools of one store, taken on one stream behind everything it holds.
+
+    Args:
+        device: where the planes lie.
+        stream: that of everybody who writes the planes.
+        planes: per pool, every plane with its geometry, in ordinal order.
+        latch: told of the first difference, to stop the store; None tells nobody.
+    """
+
+    def __init__(
+        self, device: Device, stream: Stream, planes: Mapping[str, Sequence[tuple[Array, PlaneGeometry]]], *,
+        latch: Callable[[Corruption], None] | None = None,
+    ) -> None:
+        self._device = device
+        self._stream = stream
+        self._planes = planes
+        self._latch = latch
+
+    def fingerprint(self, pool: str, page_ids: Ids, columns: Ids) -> Fingerprints:
+        """Return the digests of page groups on the device; waits for the stream.
+
+        Args:
+            pool: whose planes.
+            page_ids: (n,) int32, 0 <= id < N.
+            columns: (n,) int32, 0 to 64: the rows of each page that count.
+        """
+        found = []
+        for plane, geometry in self._planes[pool]:
+            host = [self._to_host(list(_heads(plane, geometry, page))) for page in page_ids.tolist()]
+            self._stream.synchronize()
+            found.append([_digest(heads, count) for heads, count in zip(host, columns.tolist(), strict=True)])
+        return _by_page(found, page_ids.size)
+
+    def fingerprint_extent(
+        self, pool: str, host: npt.NDArray[np.uint8], host_pages: int, pages: Ids, columns: Ids
+    ) -> Fingerprints:
+        """Return the digests of pages of a packed extent, which no copy writes now; no call to the device.  (C8.1)
+
+        Args:
+            pool: whose planes the extent packs.
+            host: (bytes,) uint8, laid out as PackedPlanes of `host_pages` pages.
+            host_pages: pages of the whole extent.
+            pages: (n,) int32, pages of the extent.
+            columns: (n,) int32, 0 to 64.
+        """
+        layout = PackedPlanes(tuple(geometry for _, geometry in self._planes[pool]), host_pages)
+        found = []
+        for geometry, offset in zip(layout.planes, layout.offsets_bytes, strict=True):
+            plane = host[offset : offset + geometry.span_bytes].view(geometry.dtype).reshape(geometry.shape)
+            found.append([
+                _digest(_heads(plane, geometry, page), count)
+                for page, count in zip(pages.tolist(), columns.tolist(), strict=True)
+            ])
+        return _by_page(found, pages.size)
+
+    def require_same(self, what: str, pool: str, page_ids: Ids, expected: Fingerprints, found: Fingerprints) -> None:
+        """Refuse pages whose bytes are not those that were seen before.  (C7.4)
+
+        Args:
+            what: how the error calls the occasion.
+            pool: whose pages.
+            page_ids: (n,) int32, how the error calls them.
+            expected, found: of the same pages and columns, in the same order.
+
+        Raises:
+            Corruption: names the first page and plane; `latch` was told before.
+        """
+        different = np.argwhere(expected != found)
+        if not different.size:
+            return
+        index, plane = different[0].tolist()
+        geometry = self._planes[pool][plane][1]
+        error = Corruption(
+            f"{what} of page {int(page_ids[index])} of pool {pool}",
+            expected=f"the committed bytes of plane {geometry.role} of layer {geometry.layer} as they were",
+            got=f"others; {len(np.unique(different[:, 0]))} of {len(expected)} pages differ",
+            remedy="nothing of it may be used; find who wrote there", clause="C7.4",
+            pool=pool, page_id=int(page_ids[index]), role=geometry.role, layer=geometry.layer,
+        )
+        if self._latch is not None:
+            self._latch(error)
+        raise error
+
+    def _to_host(self, heads: list[Array]) -> list[npt.NDArray[np.generic]]:
+        host = [np.empty(head.shape, head.dtype) for head in heads]
+        for target, head in zip(host, heads, strict=True):
+            self._device.copy(target, head, self._stream)
+        return host
+
+
+def _heads(plane: Array, geometry: PlaneGeometry, page: int) -> Iterator[Array]:
+    """Give the rows (64, X) of each KV head of a page; each is contiguous in both page orders."""
+    for head in range(geometry.kv_heads):
+        yield plane[page, head] if geometry.order == "page-major" else plane[head, page]
+
+
+def _digest(heads: Sequence[Array] | Iterator[Array], columns: int) -> int:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for rows in heads:
+        digest.update(np.ascontiguousarray(rows[:columns]).view(np.uint8).data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _by_page(by_plane: list[list[int]], pages: int) -> Fingerprints:
+    return np.array(by_plane, np.uint64).reshape(len(by_plane), pages).T

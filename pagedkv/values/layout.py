@@ -1,0 +1,190 @@
+"""The one table of every device byte a store owns.
+
+The same entries are summed for a plan and walked for allocation, so the two cannot drift (C5.4).
+
+    slab        allocated by the store when it opens      span, exact, plus a constant 255 bytes of alignment
+    allowance   set aside for what is allocated later     bytes, as configured: caller's state, graphs
+
+Every entry has an owner, and every byte of a plan belongs to exactly one:
+
+    pool main, pool mtp | draft     planes: codes and scales of every layer
+    guard pages                     the page group behind the last id of each pool, in sanitizer mode
+    block tables                    (C, L) int32 of each pool
+    control buffers                 selectors in, sampled tokens out; shared by every captured unit
+    attention workspace             partial results of the widest unit; shared by every captured unit
+    sequence state                  declared by the caller
+    graph allowance                 captured graphs, their buffers, allocator rounding
+    alignment                       255 bytes of every slab
+
+Units of a store run one after the other on its stream, so one workspace and one set of control buffers, sized for
+the widest, serve them all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedkv.errors import ConfigError
+from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
+from pagedkv.values.config import PoolConfig, StoreConfig
+from pagedkv.values.planes import PlaneGeometry
+from pagedkv.values.quantities import SLAB_ALIGN_BYTES
+
+ALIGNMENT_BYTES = SLAB_ALIGN_BYTES - 1
+
+CONTROL_INGRESS = "control.ingress"
+CONTROL_EGRESS = "control.egress"
+ATTENTION_WORKSPACE = "attention.workspace"
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One allocation: who owns it, its NumPy shape and dtype, and the plane it is, if one.
+
+    Attributes:
+        guard_bytes: part of the span that guard pages take.
+        is_scratch: nobody reads what it holds at first.
+    """
+
+    owner: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    plane: PlaneGeometry | None = None
+    guard_bytes: int = 0
+    is_scratch: bool = False
+
+    @property
+    def span_bytes(self) -> int:
+        """Exact bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def charged_bytes(self) -> int:
+        """Span plus the constant alignment allowance.  (C5.4)"""
+        return self.span_bytes + ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Bytes set aside for what others allocate after the store has opened."""
+
+    owner: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """Every slab of a store in allocation order, and what is set aside beside them."""
+
+    slabs: tuple[Slab, ...]
+    allowances: tuple[Allowance, ...] = ()
+
+    @property
+    def span_bytes(self) -> int:
+        """Exact bytes of all slabs: what the store allocates."""
+        return sum(slab.span_bytes for slab in self.slabs)
+
+    @property
+    def charged_bytes(self) -> int:
+        """What a plan charges: spans, alignment and allowances.  (C5.4)"""
+        return sum(slab.charged_bytes for slab in self.slabs) + sum(allowance.bytes for allowance in self.allowances)
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """Return the charged bytes by owner, in first-seen order, alignment last; their sum is `charged_bytes`."""
+        owners: dict[str, int] = {}
+        for slab in self.slabs:
+            owners[slab.owner] = owners.get(slab.owner, 0) + slab.span_bytes - slab.guard_bytes
+            if slab.guard_bytes:
+                owners["guard pages"] = owners.get("guard pages", 0) + slab.guard_bytes
+        for allowance in self.allowances:
+            owners[allowance.owner] = owners.get(allowance.owner, 0) + allowance.bytes
+        owners["alignment"] = len(self.slabs) * ALIGNMENT_BYTES
+        return owners
+
+
+def control_words(*, batch: int, width: int) -> tuple[int, int]:
+    """Return the int32 words of a unit's ingress and egress.  (C15.1)
+
+    Ingress: table row, first position, live columns and W tokens of each entry; egress: accepted count and W sampled
+    tokens.  Example: B = 4, W = 2 -> 20 and 12.
+
+    Raises:
+        ConfigError: B or W is no integer of at least 1.
+    """
+    for name, extent in (("B", batch), ("W", width)):
+        if type(extent) is not int or extent < 1:
+            raise ConfigError(f"{name} of a unit", expected="an integer of at least 1", got=repr(extent),
+                              remedy="count entries and columns", clause="C15.1")
+    return batch * (3 + width), batch * (1 + width)
+
+
+def pool_slabs(pool: PoolConfig, *, blocks: int, rows: int) -> tuple[Slab, ...]:
+    """Return the slabs of one pool: its planes in ordinal order, then its block table (C, L).  (C11.1)"""
+    planes = tuple(
+        Slab(
+            f"pool {pool.name}", f"{pool.name}.{plane.layer}.{plane.role}", plane.shape, plane.dtype, plane,
+            guard_bytes=pool.guard_pages * plane.page_bytes,
+        )
+        for plane in pool.planes
+    )
+    # Entries beyond membership are unspecified (C11.1): poison on the cpu device shows who reads them nevertheless.
+    table = Slab("block tables", f"{pool.name}.block_table", (rows, blocks), np.dtype(np.int32), is_scratch=True)
+    return (*planes, table)
+
+
+def build_layout(config: StoreConfig, *, pages: int | None = None) -> StoreLayout:
+    """Return every slab that a store of this configuration allocates, and its allowances.  (C5.3, C5.4)
+
+    Args:
+        config: resolved, unless `pages` is given.
+        pages: M to evaluate instead of the configuration's own; not checked against its limits.
+
+    Raises:
+        ConfigError: capacity is automatic, not yet resolved, and `pages` is not given.
+    """
+    pools = config.pools if pages is None else config.pools_at(pages)
+    slabs: list[Slab] = []
+    for pool in pools:
+        slabs.extend(pool_slabs(pool, blocks=config.blocks, rows=config.max_concurrency))
+    slabs.extend(_unit_slabs(config, pools))
+    allowances = (Allowance("sequence state", config.state_bytes), Allowance("graph allowance", config.allowance_bytes))
+    return StoreLayout(tuple(slabs), tuple(allowance for allowance in allowances if allowance.bytes))
+
+
+def _unit_slabs(config: StoreConfig, pools: tuple[PoolConfig, ...]) -> list[Slab]:
+    """Return what every unit of a store shares, sized for the widest decode and the widest prefill unit."""
+    shapes = ((config.max_concurrency, config.decode_columns), (1, config.prefill_columns_max))
+    ingress, egress = (max(words) for words in zip(*(control_words(batch=b, width=w) for b, w in shapes), strict=True))
+    slabs = [
+        Slab("control buffers", CONTROL_INGRESS, (ingress,), np.dtype(np.int32)),
+        Slab("control buffers", CONTROL_EGRESS, (egress,), np.dtype(np.int32)),
+    ]
+    workspace = max(_workspace_bytes(config, pool) for pool in pools)
+    if workspace:
+        slabs.append(
+            Slab("attention workspace", ATTENTION_WORKSPACE, (workspace,), np.dtype(np.uint8), is_scratch=True)
+        )
+    return slabs
+
+
+def _workspace_bytes(config: StoreConfig, pool: PoolConfig) -> int:
+    """Return the workspace of a pool's widest units; it is monotone in B and W, so no narrower unit needs more.
+
+    A head-major pool is read by context attention alone, whose workspace is that of a decode of its shape.
+    """
+    geometry = pool.geometry
+    decode = AttentionShape(
+        "decode", config.max_concurrency, config.decode_columns, geometry.query_heads, geometry.kv_heads,
+        geometry.head_dim, config.max_context,
+    )
+    if pool.order == "head-major":
+        return workspace_bytes(decode)
+    prefill = AttentionShape(
+        "prefill", 1, config.prefill_columns_max, geometry.query_heads, geometry.kv_heads, geometry.head_dim,
+        config.max_context,
+    )
+    return max(workspace_bytes(decode), workspace_bytes(prefill))
