@@ -181,8 +181,17 @@ def test_a_program_that_is_no_compiler_is_refused(monkeypatch: pytest.MonkeyPatc
         find_compiler()
 
 
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache without libraries; zig's own files stay where they are, since it takes 6 s to make them again."""
+    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(cpu_compiler.zig_cache_folder()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cpu_compiler.cache_folder()
+
+
 def test_equal_text_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second device takes the library from the cache; text, defines and checks make another one."""
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said: list[str] = []
     text = 'extern "C" __global__ void cached(int* out) { *out = PK_VALUE; }'
@@ -217,9 +226,10 @@ def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch
         build("nowhere", "int f() { return 1; }", find_compiler(), announce=lambda line: None)
 
 
-def test_a_changed_header_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_header_compiles_again(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The key covers what is included, directly or not."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "sources"
     shutil.copytree(SOURCE_FOLDER, folder)
     monkeypatch.setattr("pagedkv.devices.sources.SOURCE_FOLDER", folder)
@@ -236,24 +246,21 @@ def test_a_changed_header_compiles_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert first != other
 
 
-def test_processes_that_build_at_the_same_time_agree(tmp_path: Path, root: Path) -> None:
+def test_processes_that_build_at_the_same_time_agree(empty_cache: Path, root: Path) -> None:
     """Written aside and renamed: whoever is last replaces a file by an equal one."""
     program = (
         "import sys\n"
         "from pagedkv.devices.cpu.compiler import build, find_compiler\n"
         "print(build('parallel', 'extern \"C\" int f() { return 1; }', find_compiler()))\n"
     )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     running = [
-        subprocess.Popen(
-            [sys.executable, "-c", program], cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        subprocess.Popen([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(3)
     ]
     outputs = {process.communicate(timeout=60)[0] for process in running}
 
     assert [0, 0, 0] == [process.returncode for process in running]
-    assert len(outputs) == 1
+    assert outputs == {f"{library}\n".encode() for library in empty_cache.iterdir()}
 
 
 def test_a_source_that_does_not_compile_is_refused_with_the_compilers_words() -> None:
