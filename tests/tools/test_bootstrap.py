@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from pagedkv.tools import bootstrap
 from tests.checkout import ROOT
+from tests.cuda.fake_driver import FakeDriver, load_of
 
 RUN = {"cpu", "model"}
 TEST = {"cpu", "model", "test"}
@@ -199,59 +199,25 @@ def test_a_checkout_that_cannot_be_written_is_named(
     assert f"{machine.environment}/below/nothing" in capsys.readouterr().err
 
 
-class Driver:
-    """NVIDIA's driver as ctypes shows it."""
-
-    def __init__(self, *, version: int = 13010, gpus: int = 1, code: int = 0, major: int = 9) -> None:
-        self.version, self.gpus, self.code, self.major = version, gpus, code, major
-
-    def cuInit(self, flags: int) -> int:
-        return self.code
-
-    def cuDriverGetVersion(self, version: Any) -> int:
-        version._obj.value = self.version
-        return 0
-
-    def cuDeviceGetCount(self, count: Any) -> int:
-        count._obj.value = self.gpus
-        return 0
-
-    def cuDeviceGet(self, device: Any, index: int) -> int:
-        device._obj.value = index
-        return 0
-
-    def cuDeviceGetName(self, name: Any, length: int, device: ctypes.c_int) -> int:
-        name.value = b"H200"
-        return 0
-
-    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: ctypes.c_int) -> int:
-        value._obj.value = self.major if attribute == 75 else 0
-        return 0
-
-
 @pytest.mark.parametrize(
     ("driver", "cuda", "said"),
     [
         (None, 0, "no GPU: there is no libcuda.so.1"),
-        (Driver(code=100), 0, "no GPU: NVIDIA's driver shows none (error 100)"),
-        (Driver(gpus=0), 0, "no GPU: NVIDIA's driver shows none"),
-        (Driver(major=7), 0, "compute capability 8.0 is needed"),
-        (Driver(version=11080), 0, "CUDA 12 is needed"),
-        (Driver(version=12040), 12, "a GPU, H200, with a driver for CUDA 12"),
-        (Driver(), 13, "a GPU, H200, with a driver for CUDA 13"),
-        (Driver(version=14000), 13, "a GPU, H200, with a driver for CUDA 14"),
+        (FakeDriver(code=100), 0, "no GPU: NVIDIA's driver shows none (error 100)"),
+        (FakeDriver(gpus=0), 0, "no GPU: NVIDIA's driver shows none"),
+        (FakeDriver(major=7), 0, "compute capability 8.0 is needed"),
+        (FakeDriver(version=11080), 0, "CUDA 12 is needed"),
+        (FakeDriver(version=12040), 12, "a GPU, H200, with a driver for CUDA 12"),
+        (FakeDriver(), 13, "a GPU, H200, with a driver for CUDA 13"),
+        (FakeDriver(version=14000), 13, "a GPU, H200, with a driver for CUDA 14"),
     ],
 )
-def test_the_driver_says_which_gpu_there_is(driver: Driver | None, cuda: int, said: str) -> None:
+def test_the_driver_says_which_gpu_there_is(driver: FakeDriver | None, cuda: int, said: str) -> None:
     """Newer drivers run what was built for CUDA 13."""
+    found = bootstrap.find_gpu(load_of(driver))
 
-    def load(name: str) -> Any:
-        if driver is None:
-            raise OSError(name)
-        return driver
-
-    assert bootstrap.find_gpu(load)[0] == cuda
-    assert said in bootstrap.find_gpu(load)[1]
+    assert found[0] == cuda
+    assert said in found[1]
 
 
 @pytest.mark.parametrize("cuda", [12, 13])
@@ -259,9 +225,9 @@ def test_the_cuda_extra_is_installed_where_a_gpu_is_found(
     machine: Machine, cuda: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And stderr says what was found."""
-    driver = Driver(version=cuda * 1000)
     find_gpu = bootstrap.find_gpu
-    monkeypatch.setattr(bootstrap, "find_gpu", lambda: find_gpu(lambda name: driver))
+    load = load_of(FakeDriver(version=cuda * 1000))
+    monkeypatch.setattr(bootstrap, "find_gpu", lambda: find_gpu(load))
     ran: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda path, command: ran.append(command))
     bootstrap.main(["run"])
