@@ -1,10 +1,7 @@
-// Warp collectives: one rendezvous of the lanes that the mask names, then results for all of them.
+// Warp collectives: a rendezvous of the lanes that the mask names, then results for all of them.
 #pragma once
 
 #include "cpu_device/fibers.h"
-
-// ---------------------------------------------------------------------------------------------------------
-// Warp collectives
 
 #define PK_REFUSES static __attribute__((noreturn)) PK_NOINLINE
 
@@ -33,8 +30,8 @@ PK_REFUSES void refuse_partial_warp(pk_fiber* self, uint32_t operation, const ch
     abandon(worker);
 }
 
-// One step of the xor tree: row l takes op(row l, row l + stride).  Both partners of a pair get the same bits,
-// so only the lower one is kept.
+// The xor tree: at each stride row l becomes op(row l, row l + stride).  Both rows of a pair would get the same bits,
+// so only the lower one is computed.
 static void reduce_rows(pk_warp* warp, bool is_max, uint32_t count) {
     for (uint32_t stride = 16; stride > 0; stride >>= 1) {
         for (uint32_t lane = 0; lane < stride; ++lane) {

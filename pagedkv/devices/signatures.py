@@ -1,6 +1,6 @@
 """A kernel's signature, and the check of every launch against it; the same on both devices.
 
-The words come out of the C++ types (`cuda_src/kernels/signature.cuh`), so a count, kind or size that does not fit is
+The words come out of the C++ types (`cuda_src/kernels/export.cuh`), so a count, kind or size that does not fit is
 refused before anything runs, with the same text wherever the kernel would have run.  Arguments end as 8-byte slots:
 
     pointer   address, or 0 for None        scalar   its bytes, padded with zeros

@@ -19,7 +19,7 @@ _EXPORT = re.compile(r"\bPK_EXPORT\s*\(\s*(\w+)\s*\)")
 _STATIC_SHARED = re.compile(r"\b__shared__\b")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_DEFINES_SHARED = frozenset(("kernels/runtime.cuh", "cpu_device/runtime.h"))
+_DEFINES_SHARED = frozenset(("kernels/runtime.cuh", "cpu_device/language.h"))
 
 
 def module_text(spec: ModuleSpec) -> str:

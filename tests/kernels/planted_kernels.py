@@ -26,8 +26,8 @@ from tests.kernels import (
 from tests.kernels.kernel_texts import flat_text
 
 _EXPORT = re.compile(r"^PK_EXPORT\((\w+)\)$", re.MULTILINE)
-_COMPILED_ALREADY = frozenset(("kernels/runtime.cuh", "cpu_device/runtime.h"))
-"""Comes before the text of every module."""
+_RUNTIME = "kernels/runtime.cuh"
+"""The text of every module already begins with it."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class PlantedDevice:
         planted = self._planted
         if planted.source not in spec.sources:
             return module
-        headers = {name: text for name, text in planted.sources().items() if name not in _COMPILED_ALREADY}
-        text = flat_text(f'#include "kernels/runtime.cuh"\n#include "{planted.source}"\n', headers)
+        headers = {name: text for name, text in planted.sources().items() if name != _RUNTIME}
+        text = flat_text(f'#include "{_RUNTIME}"\n#include "{planted.source}"\n', headers)
         name = f"planted_{re.sub('[^a-z0-9]+', '_', planted.what)}"
         changed = self._device.load(ModuleSpec(name, (), spec.defines, text))
         return _PlantedModule(module, changed, set(_EXPORT.findall(planted.sources()[planted.source])))

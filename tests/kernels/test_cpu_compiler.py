@@ -354,7 +354,7 @@ def test_the_same_text_compiles_with_nvrtc(spec: ModuleSpec, arch: str) -> None:
 
 
 LAYOUTS = r"""
-#include "cpu_device/runtime_types.h"
+#include "cpu_device/state.h"
 #include <stddef.h>
 int main() {
     printf("%zu %zu ", sizeof(pk_node), sizeof(pk_fault));

@@ -1,6 +1,6 @@
 """The C side of the cpu device as Python sees it: structures, functions, and one loaded library per process.
 
-Mirrors the layouts in `cuda_src/cpu_device/runtime.cpp`; a test compares the sizes.  Knows no array and no stream.
+Mirrors the layouts in `cuda_src/cpu_device/state.h`; a test compares the sizes.  Knows no array and no stream.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-// The state of the cpu device's runtime: devices, launches, workers, warps, and the helpers that read them.
+// The state of the cpu device's runtime: devices, launches, workers and warps.
 //
-//   pk_device    OS threads and settings; many launches, one at a time uses the helpers
-//   pk_launch    one kernel launch: which block is next, and the fault of the lowest block
+//   pk_device    settings and OS threads; of the launches that run at a time, one uses the helper threads
+//   pk_launch    one kernel launch: the next block, and the fault of the lowest block
 //   pk_worker    what one OS thread needs to run blocks: fibers, shared buffers, a fault
 //   pk_warp      sets of lanes by state, and the operands of collectives
 #pragma once
@@ -20,7 +20,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#include "cpu_device/runtime.h"
+#include "cpu_device/warp.h"
 
 #undef threadIdx
 #undef blockIdx
@@ -30,8 +30,7 @@
 #define PK_PUBLIC extern "C" __attribute__((visibility("default")))
 #define PK_NOINLINE __attribute__((noinline))
 
-// ---------------------------------------------------------------------------------------------------------
-// Shapes shared with Python (pagedkv/devices/cpu/runtime.py mirrors these layouts)
+// ---- layouts that Python mirrors (pagedkv/devices/cpu/runtime.py) ----------------------------------------------
 
 enum pk_order : int32_t { PK_ASCENDING = 0, PK_DESCENDING = 1, PK_RANDOM = 2 };
 
@@ -53,8 +52,8 @@ struct pk_fault {
     int32_t node;            // index into the nodes of pk_run
     uint64_t address;
     uint64_t pc;
-    uint32_t block[3];
-    uint32_t thread[3];
+    uint3 block;
+    uint3 thread;
     char kernel[128];
     char text[512];
 };
@@ -69,44 +68,45 @@ struct pk_node {
     pk_entry entry;
     const char* name;
     const uint64_t* slots;   // one 8-byte slot per argument
-    uint32_t grid[3];
-    uint32_t block[3];
-    void* destination;       // copies only, as are the two below
+    uint3 grid;
+    uint3 block;
+    void* destination;       // this and the next two: copies only
     const void* source;
     uint64_t bytes;
 };
 
-struct pk_buffer {              // device memory: a mapping with guard pages, and the data in it
+struct pk_buffer {           // device memory: a mapping with guard pages, and the data in it (memory.h)
     uint8_t* base;
     uint64_t mapped_bytes;
     uint8_t* start;
     uint64_t bytes;
 };
 
-// ---------------------------------------------------------------------------------------------------------
-// Internal types
+// ---- limits ----------------------------------------------------------------------------------------------------
 
 enum {
     LANES = 32,
     THREADS_MAX = 1024,
     WARPS_MAX = THREADS_MAX / LANES,
     HELPERS_MAX = 255,
-    REGIONS_MAX = 1024,           // workers of the process: every one owns a region of fiber slots
-    SHARED_CACHE_MAX = 256,       // shared buffers a worker keeps mapped
-    SHARED_ACTIVE_MAX = 32,       // shared buffers of one block
-    SHARED_BYTES_MAX = 227 * 1024,  // the most a block may have on sm_90
+    REGIONS_MAX = 1024,             // workers of the process: each owns a region of fiber slots
+    SHARED_CACHE_MAX = 256,         // shared buffers that a worker keeps mapped
+    SHARED_ACTIVE_MAX = 32,         // shared buffers of one block
+    SHARED_BYTES_MAX = 227 * 1024,  // what a block may have on sm_90
     CANARY = 0xA5,
     POISON = 0xFF,
 };
 
 static const uint64_t kWakeAfterNs = 20000;      // a launch that takes longer asks for helpers
 static const uint64_t kHelperSpinNs = 30000;     // a helper waits this long for the next launch before it sleeps
-static const uint32_t kClockEveryRounds = 64;    // idle rounds between looks at the clock
+static const uint32_t kClockEveryRounds = 64;    // idle rounds between two readings of the clock
+
+// ---- warps, workers, launches, devices -------------------------------------------------------------------------
 
 struct pk_group {                 // lanes that wait in one collective
     uint32_t operation;
-    uint32_t mask;                // as the kernel gave it, in lanes
-    uint32_t required;            // mask restricted to lanes that exist
+    uint32_t mask;                // the kernel's own, in lanes
+    uint32_t required;            // the lanes of the mask that exist
     uint32_t arrived;             // lanes
     const char* file;
     int line;
@@ -128,7 +128,7 @@ struct pk_warp {
     void* outputs[LANES];
     pk_cooperation cooperation;
     float rows[LANES][PK_REDUCE_COUNT_MAX];  // operands of a reduction
-    float totals[PK_REDUCE_COUNT_MAX];       // its results; a lane that runs ahead overwrites its row, not these
+    float totals[PK_REDUCE_COUNT_MAX];       // its results: a lane that runs ahead overwrites its own row only
 };
 
 struct pk_shared_buffer {
@@ -144,14 +144,14 @@ struct pk_shared_buffer {
 struct pk_device;
 struct pk_launch;
 
-struct pk_worker {                // everything one OS thread needs to run blocks; used by one at a time
-    pk_block block;               // first: a fiber's block pointer is also the worker's
-    pk_fiber scheduler;           // only its saved registers are used
+struct pk_worker {                // one OS thread at a time uses a worker
+    pk_block block;               // first member: a fiber's block pointer is also a pointer to its worker
+    pk_fiber scheduler;           // the OS thread itself; only its saved registers are used
     pk_fiber* current;
     pk_launch* launch;
     pk_device* device;
     pk_worker* next_free;
-    uint8_t* slots;               // region of THREADS_MAX fiber slots
+    uint8_t* slots;               // a region of THREADS_MAX fiber slots
     uint32_t slots_committed;
     uint32_t thread_count, warp_count;
     bool fibers_fresh;            // thread indices and start frames match block.threads
@@ -181,17 +181,17 @@ struct pk_launch {
     uint64_t block_count;
     uint64_t next;                // atomic: position of the next block in running order
     int abort;                    // atomic
-    uint64_t serial;              // of the launch, mixed into the seed
-    uint64_t multiplier, offset;  // random block order: block = (multiplier * i + offset) mod block_count
-    pk_fault fault;               // the one of the lowest block; under the device's mutex
+    uint64_t serial;              // number of the launch, mixed into the seed
+    uint64_t multiplier, offset;  // random order: block = (multiplier * position + offset) mod block_count
+    pk_fault fault;               // of the lowest block that failed; guarded by the device's mutex
     uint64_t fault_block;
 };
 
 struct pk_device {
-    pthread_mutex_t mutex;        // guards everything below but `order` and `seed`, which the host sets while idle
+    pthread_mutex_t mutex;        // guards all below except `order` and `seed`, which the host sets between launches
     pthread_cond_t work, done;
     pk_launch* job;
-    uint64_t job_serial;          // atomic reads while spinning
+    uint64_t job_serial;          // helpers that spin read it atomically
     int helpers_active;
     bool stopping;
     int helper_count;
@@ -204,8 +204,7 @@ struct pk_device {
     pthread_t helpers[HELPERS_MAX];
 };
 
-// ---------------------------------------------------------------------------------------------------------
-// Small helpers
+// ---- small helpers ---------------------------------------------------------------------------------------------
 
 static uint64_t now_ns() {
     timespec t;
@@ -229,11 +228,8 @@ static inline uint64_t mix(uint64_t* state) {  // splitmix64 (Steele, Lea and Fl
 }
 
 static const char* base_name(const char* path) {
-    const char* last = path;
-    for (const char* p = path; *p; ++p) {
-        if (*p == '/') last = p + 1;
-    }
-    return last;
+    const char* slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
 }
 
 static const char* operation_name(uint32_t operation) {
