@@ -425,7 +425,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C10.5", "the last committed column of a tail is left behind", "pagedkv/ops/ops.py",
            "np.int32(columns * geometry.row_bytes)", "np.int32((columns - 1) * geometry.row_bytes)", (COPIES,)),
     Mutant("C10.5", "a tail's copy takes what lies behind the frontier", "cuda_src/kernels/page_moves.cu",
-           "at < word_bytes;", "at < head_bytes;", (COPIES,)),
+           "from, word_bytes);", "from, head_bytes);", (COPIES,)),
     Mutant("C14.4", "a draft block sees its own dead columns", "cuda_src/kernels/context_attention.cu",
            "const int count = live_columns(op, tile.entry);", "const int count = op.width;", (CONTEXT,)),
     Mutant("C14.5", "a query does not see its own key", "cuda_src/kernels/attention_tiles.cuh",

@@ -113,8 +113,10 @@ static void order_block(pk_worker* worker, int32_t order, uint64_t seed) {
     worker->order = order;
 }
 
-// Writes stacks, start frames and thread indices for blocks of this shape.  Returns false when the host has no memory.
+// Writes stacks, start frames and thread indices for blocks of this shape, unless they are already there.  Returns
+// false when the host has no memory.
 static bool prepare_fibers(pk_worker* worker, const uint3& shape) {
+    if (worker->fibers_fresh && memcmp(&worker->block.threads, &shape, sizeof(shape)) == 0) return true;
     uint32_t count = shape.x * shape.y * shape.z;
     for (; worker->slots_committed < count; ++worker->slots_committed) {
         uint8_t* slot = worker->slots + static_cast<size_t>(worker->slots_committed) * PK_SLOT_BYTES;

@@ -15,8 +15,7 @@ PK_REFUSES void refuse_lane(pk_fiber* self, uint32_t operation, uint32_t mask, c
 
 PK_REFUSES void refuse_source(pk_fiber* self, uint32_t lane, uint32_t source, const pk_group* group) {
     pk_worker* worker = worker_of(self);
-    pk_warp* warp = self->warp;
-    record_fault(worker, warp->fiber_of_rank[warp->rank_of_lane[lane]], PK_FAULT_COLLECTIVE,
+    record_fault(worker, fiber_of_lane(self->warp, lane), PK_FAULT_COLLECTIVE,
                  "wrong source: lane %u reads lane %u in %s with mask 0x%08x at %s:%d, and that lane takes no part",
                  lane, source, operation_name(group->operation), group->mask, base_name(group->file), group->line);
     abandon(worker);
@@ -47,6 +46,7 @@ static void reduce_rows(pk_warp* warp, bool is_max, uint32_t count) {
     memcpy(warp->totals, warp->rows[0], count * sizeof(float));
 }
 
+// Computes the results of a collective whose lanes have all arrived.
 static void complete(pk_fiber* self, pk_warp* warp, const pk_group* group) {
     uint32_t lanes = group->required;
     switch (group->operation & 0xFFu) {
@@ -89,8 +89,6 @@ static void complete(pk_fiber* self, pk_warp* warp, const pk_group* group) {
         case PK_COOPERATE:
             warp->cooperation(warp->inputs, warp->outputs);
             break;
-        default:
-            break;
     }
 }
 
@@ -98,7 +96,6 @@ static void complete(pk_fiber* self, pk_warp* warp, const pk_group* group) {
 static inline __attribute__((always_inline)) void rendezvous(pk_fiber* self, uint32_t operation, uint32_t mask,
                                                              const char* file, int line) {
     pk_warp* warp = self->warp;
-    uint32_t lane_bit = 1u << self->lane;
     pk_group* group = nullptr;
     for (uint32_t i = 0; i < warp->group_count; ++i) {
         if (warp->groups[i].mask == mask && warp->groups[i].operation == operation) {
@@ -108,14 +105,9 @@ static inline __attribute__((always_inline)) void rendezvous(pk_fiber* self, uin
     }
     if (!group) {
         group = &warp->groups[warp->group_count++];
-        group->operation = operation;
-        group->mask = mask;
-        group->required = mask & warp->existing;
-        group->arrived = 0;
-        group->file = file;
-        group->line = line;
+        *group = pk_group{operation, mask, mask & warp->existing, 0, file, line};
     }
-    group->arrived |= lane_bit;
+    group->arrived |= 1u << self->lane;
     warp->ready &= ~(1u << self->rank);
     if (group->arrived == group->required) {
         complete(self, warp, group);

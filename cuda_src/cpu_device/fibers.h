@@ -17,7 +17,7 @@
 
 // Saves the stack pointer, the resume address and the two registers that inline assembly may not clobber; the
 // compiler saves the other registers that it needs.  Without `call` and `ret` the processor's return predictor stays
-// right, because every lane resumes in the function in which it blocked.  The floating-point control words are not saved.
+// right, because every lane resumes in the function in which it blocked.  The floating-point control words stay.
 static inline __attribute__((always_inline)) void switch_to(pk_fiber* from, pk_fiber* to) {
 #if defined(__x86_64__)
     asm volatile(
@@ -100,7 +100,7 @@ static __attribute__((noreturn)) PK_NOINLINE void abandon(pk_worker* worker) {
 
 static void describe_lane(const pk_warp* warp, uint32_t lane, char* text, size_t bytes) {
     uint32_t rank = 1u << warp->rank_of_lane[lane];
-    pk_worker* worker = worker_of(warp->fiber_of_rank[warp->rank_of_lane[lane]]);
+    pk_worker* worker = worker_of(fiber_of_lane(warp, lane));
     for (uint32_t i = 0; i < warp->group_count; ++i) {
         const pk_group* group = &warp->groups[i];
         if (group->arrived >> lane & 1u) {
@@ -126,29 +126,25 @@ static void diagnose(pk_worker* worker, bool spun_out) {
         if (warp->group_count == 0) continue;
         const pk_group* group = &warp->groups[0];
         uint32_t lane = lowest(group->required & ~group->arrived);
-        pk_fiber* missing = warp->fiber_of_rank[warp->rank_of_lane[lane]];
         describe_lane(warp, lane, where, sizeof(where));
-        record_fault(worker, missing, PK_FAULT_COLLECTIVE,
+        record_fault(worker, fiber_of_lane(warp, lane), PK_FAULT_COLLECTIVE,
                      "divergent warp collective: lanes 0x%08x of warp %u wait in %s with mask 0x%08x at %s:%d, "
                      "but lane %u %s",
                      group->arrived, w, operation_name(group->operation), group->mask, base_name(group->file),
                      group->line, lane, where);
         return;
     }
-    if (worker->arrived > 0) {
-        for (uint32_t w = 0; w < worker->warp_count; ++w) {
-            pk_warp* warp = &worker->warps[w];
-            uint32_t missing_lanes = warp->existing & ~lanes_of(warp, warp->at_barrier);
-            if (missing_lanes == 0) continue;
-            uint32_t lane = lowest(missing_lanes);
-            pk_fiber* missing = warp->fiber_of_rank[warp->rank_of_lane[lane]];
-            describe_lane(warp, lane, where, sizeof(where));
-            record_fault(worker, missing, PK_FAULT_BARRIER,
-                         "divergent barrier: %u of %u threads wait in __syncthreads at %s:%d, but this thread %s",
-                         worker->arrived, worker->thread_count, base_name(worker->barrier_file), worker->barrier_line,
-                         where);
-            return;
-        }
+    for (uint32_t w = 0; w < worker->warp_count && worker->arrived > 0; ++w) {
+        pk_warp* warp = &worker->warps[w];
+        uint32_t missing_lanes = warp->existing & ~lanes_of(warp, warp->at_barrier);
+        if (missing_lanes == 0) continue;
+        uint32_t lane = lowest(missing_lanes);
+        describe_lane(warp, lane, where, sizeof(where));
+        record_fault(worker, fiber_of_lane(warp, lane), PK_FAULT_BARRIER,
+                     "divergent barrier: %u of %u threads wait in __syncthreads at %s:%d, but this thread %s",
+                     worker->arrived, worker->thread_count, base_name(worker->barrier_file), worker->barrier_line,
+                     where);
+        return;
     }
     record_fault(worker, worker->current, PK_FAULT_SPIN, "%s",
                  spun_out ? "spin without progress: only spinning threads ran until the time limit"

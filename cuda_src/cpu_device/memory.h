@@ -24,14 +24,22 @@ static void* reserve_addresses(size_t bytes) {
     return first == MAP_FAILED ? nullptr : first;
 }
 
-// Returns the first byte of `bytes` writable bytes between two guards, or null when the host has no memory.
-static uint8_t* map_guarded(size_t bytes, size_t guard_bytes) {
-    void* base = reserve_addresses(bytes + 2 * guard_bytes);
-    if (!base) return nullptr;
+// Maps `bytes` of zeroed data between canaries and guards.  Returns false when the host has no memory.  `align` is a
+// power of two, at most a page.
+static bool map_guarded(pk_buffer* buffer, size_t bytes, size_t align, size_t guard_bytes) {
+    size_t used = round_up(bytes, align), pages = round_up(used ? used : 1, PK_PAGE_BYTES);
+    size_t mapped_bytes = pages + 2 * guard_bytes;
+    void* base = reserve_addresses(mapped_bytes);
+    if (!base) return false;
     uint8_t* first = static_cast<uint8_t*>(base) + guard_bytes;
-    if (mprotect(first, bytes, PROT_READ | PROT_WRITE) == 0) return first;
-    munmap(base, bytes + 2 * guard_bytes);
-    return nullptr;
+    if (mprotect(first, pages, PROT_READ | PROT_WRITE) != 0) {
+        munmap(base, mapped_bytes);
+        return false;
+    }
+    *buffer = pk_buffer{static_cast<uint8_t*>(base), mapped_bytes, first + pages - used, bytes};
+    memset(first, CANARY, pages - used);
+    memset(buffer->start + bytes, CANARY, used - bytes);
+    return true;
 }
 
 // ---- device buffers --------------------------------------------------------------------------------------------
@@ -39,38 +47,27 @@ static uint8_t* map_guarded(size_t bytes, size_t guard_bytes) {
 // On either side, so that an access with a stride behind the end, or before the start (page -1), faults too.
 enum { GUARD_BYTES = 64 * 1024 };
 
-// Returns 0, or -1 when the host has no memory.  `align` is a power of two, at most a page.
+// Returns 0, or -1 when the host has no memory.
 PK_PUBLIC int pk_buffer_create(uint64_t bytes, uint64_t align, int fill, pk_buffer* buffer) {
-    uint64_t used = round_up(bytes, align), pages = round_up(used ? used : 1, PK_PAGE_BYTES);
-    uint8_t* first = map_guarded(pages, GUARD_BYTES);
-    if (!first) return -1;
-    buffer->base = first - GUARD_BYTES;
-    buffer->mapped_bytes = pages + 2 * GUARD_BYTES;
-    buffer->start = first + pages - used;
-    buffer->bytes = bytes;
-    memset(first, CANARY, pages - used);
+    if (!map_guarded(buffer, bytes, align, GUARD_BYTES)) return -1;
     if (fill) memset(buffer->start, fill, bytes);
-    memset(buffer->start + bytes, CANARY, used - bytes);
     return 0;
 }
 
-// Returns 1 when a canary byte was overwritten: *offset is its distance from the start of the buffer (negative before it).
+// Returns 1 when a canary byte was overwritten; *offset is its distance from the start of the data, negative before it.
 PK_PUBLIC int pk_buffer_check(const pk_buffer* buffer, int64_t* offset) {
     const uint8_t* first = buffer->base + GUARD_BYTES;
     const uint8_t* end = buffer->base + buffer->mapped_bytes - GUARD_BYTES;
-    for (const uint8_t* at = buffer->start + buffer->bytes; at < end; ++at) {
-        if (*at != CANARY) {
-            *offset = at - buffer->start;
-            return 1;
-        }
+    const uint8_t* at = buffer->start + buffer->bytes;
+    while (at < end && *at == CANARY) ++at;
+    if (at == end) {
+        at = buffer->start;
+        while (at > first && at[-1] == CANARY) --at;
+        if (at == first) return 0;
+        --at;
     }
-    for (const uint8_t* at = buffer->start; at > first;) {
-        if (*--at != CANARY) {
-            *offset = at - buffer->start;
-            return 1;
-        }
-    }
-    return 0;
+    *offset = at - buffer->start;
+    return 1;
 }
 
 // Frees the memory and keeps the addresses, so that a late access faults instead of changing another buffer.
@@ -81,21 +78,6 @@ PK_PUBLIC void pk_buffer_retire(const pk_buffer* buffer) {
 PK_PUBLIC void pk_buffer_destroy(const pk_buffer* buffer) { munmap(buffer->base, buffer->mapped_bytes); }
 
 // ---- shared memory of a block ----------------------------------------------------------------------------------
-
-static bool map_shared(pk_shared_buffer* buffer, const void* key, size_t bytes, const char* name) {
-    size_t used = round_up(bytes, 16), pages = round_up(bytes, PK_PAGE_BYTES);
-    uint8_t* first = map_guarded(pages, PK_PAGE_BYTES);
-    if (!first) return false;
-    buffer->key = key;
-    buffer->name = name;
-    buffer->bytes = bytes;
-    buffer->base = first - PK_PAGE_BYTES;
-    buffer->mapped_bytes = pages + 2 * PK_PAGE_BYTES;
-    buffer->start = first + pages - used;
-    buffer->slack = used - bytes;
-    memset(first, CANARY, pages);
-    return true;
-}
 
 // Finds or maps the buffer of a declaration that the block reaches for the first time, and fills it with POISON.
 static PK_NOINLINE void* first_use(pk_worker* worker, const void* key, size_t bytes, const char* name) {
@@ -126,13 +108,15 @@ static PK_NOINLINE void* first_use(pk_worker* worker, const void* key, size_t by
                 i = worker->shared_active[i] == index ? (++index, 0) : i + 1;
             }
             munmap(worker->shared_buffers[index].base, worker->shared_buffers[index].mapped_bytes);
-            worker->shared_buffers[index].key = nullptr;
+            worker->shared_buffers[index] = {};
         }
-        if (!map_shared(&worker->shared_buffers[index], key, bytes, name)) {
+        if (!map_guarded(&worker->shared_buffers[index], bytes, 16, PK_PAGE_BYTES)) {
             record_fault(worker, worker->current, PK_FAULT_MEMORY,
                          "no host memory for shared buffer '%s' (%zu bytes)", name, bytes);
             abandon(worker);
         }
+        worker->shared_buffers[index].key = key;
+        worker->shared_buffers[index].name = name;
         if (index == worker->shared_count) worker->shared_count += 1;
     }
     pk_shared_buffer* buffer = &worker->shared_buffers[index];
@@ -157,10 +141,11 @@ PK_PUBLIC void* pk_shared(const void* key, size_t bytes, const char* name) {
 static void check_shared_slack(pk_worker* worker) {
     for (uint32_t i = 0; i < worker->shared_active_count; ++i) {
         pk_shared_buffer* buffer = &worker->shared_buffers[worker->shared_active[i]];
-        for (size_t k = 0; k < buffer->slack; ++k) {
-            uint8_t* at = buffer->start + buffer->bytes + k;
-            if (*at == CANARY) continue;
-            memset(buffer->start + buffer->bytes, CANARY, buffer->slack);
+        uint8_t* end = buffer->start + buffer->bytes;
+        size_t slack = round_up(buffer->bytes, 16) - buffer->bytes;
+        for (size_t k = 0; k < slack; ++k) {
+            if (end[k] == CANARY) continue;
+            memset(end, CANARY, slack);
             record_fault(worker, &worker->scheduler, PK_FAULT_SHARED,
                          "shared buffer '%s' (%zu bytes) was written %zu bytes past its end", buffer->name,
                          buffer->bytes, k);

@@ -45,25 +45,24 @@ static bool install_signal_stack() {
     return stack.ss_sp && sigaltstack(&stack, nullptr) == 0;
 }
 
-#if defined(__x86_64__)
-static const uint32_t kFloatControl = 0x1F80;  // round to nearest, denormals kept, exceptions masked
-#else
-static const uint32_t kFloatControl = 0;
-#endif
-
 // Sets rounding and denormals, so that no setting of another library in this OS thread changes results.  Returns the
 // value before.
-static uint32_t set_float_control(uint32_t control) {
 #if defined(__x86_64__)
+static const uint32_t kFloatControl = 0x1F80;  // round to nearest, denormals kept, exceptions masked
+static uint32_t set_float_control(uint32_t control) {
     uint32_t before = __builtin_ia32_stmxcsr();
     if (before != control) __builtin_ia32_ldmxcsr(control);
-#else
-    uint64_t before, next = control;
-    asm volatile("mrs %0, fpcr" : "=r"(before));
-    if (before != next) asm volatile("msr fpcr, %0" : : "r"(next));
-#endif
-    return static_cast<uint32_t>(before);
+    return before;
 }
+#else
+static const uint64_t kFloatControl = 0;
+static uint64_t set_float_control(uint64_t control) {
+    uint64_t before;
+    asm volatile("mrs %0, fpcr" : "=r"(before));
+    if (before != control) asm volatile("msr fpcr, %0" : : "r"(control));
+    return before;
+}
+#endif
 
 static pk_worker* take_worker(pk_device* device) {
     pthread_mutex_lock(&device->mutex);
@@ -84,14 +83,10 @@ static void give_worker(pk_device* device, pk_worker* worker) {
 
 // Returns the block at a position of the running order.
 static uint64_t ordered_block(const pk_launch* launch, uint64_t position) {
-    switch (launch->device->order) {
-        case PK_DESCENDING: return launch->block_count - 1 - position;
-        case PK_RANDOM: {
-            unsigned __int128 place = static_cast<unsigned __int128>(launch->multiplier) * position + launch->offset;
-            return static_cast<uint64_t>(place % launch->block_count);
-        }
-        default: return position;
-    }
+    if (launch->device->order == PK_ASCENDING) return position;
+    if (launch->device->order == PK_DESCENDING) return launch->block_count - 1 - position;
+    unsigned __int128 place = static_cast<unsigned __int128>(launch->multiplier) * position + launch->offset;
+    return static_cast<uint64_t>(place % launch->block_count);
 }
 
 // Stops the launch, and keeps the fault of its lowest block.
@@ -108,11 +103,6 @@ static void report_fault(pk_launch* launch, pk_worker* worker, uint64_t block) {
     worker->fault.kind = PK_FAULT_NONE;
 }
 
-static bool is_prepared(const pk_worker* worker, const uint3& shape) {
-    const uint3& threads = worker->block.threads;
-    return worker->fibers_fresh && threads.x == shape.x && threads.y == shape.y && threads.z == shape.z;
-}
-
 // Runs blocks until none is left.  `may_publish`: the launching OS thread, which asks for helpers when it is slow.
 // Returns whether it published the launch.
 static bool run_blocks(pk_worker* worker, pk_launch* launch, bool may_publish) {
@@ -125,7 +115,7 @@ static bool run_blocks(pk_worker* worker, pk_launch* launch, bool may_publish) {
         uint64_t position = __atomic_fetch_add(&launch->next, 1, __ATOMIC_RELAXED);
         if (position >= launch->block_count) break;
         uint64_t block = ordered_block(launch, position);
-        if (!is_prepared(worker, node->block) && !prepare_fibers(worker, node->block)) {
+        if (!prepare_fibers(worker, node->block)) {
             record_fault(worker, &worker->scheduler, PK_FAULT_MEMORY, "no host memory for the stacks of %u threads",
                          node->block.x * node->block.y * node->block.z);
             snprintf(worker->fault.kernel, sizeof(worker->fault.kernel), "%s", node->name);
@@ -210,7 +200,7 @@ PK_PUBLIC int pk_run(pk_device* device, const pk_node* nodes, uint64_t count) {
     if (!has_signal_stack) has_signal_stack = install_signal_stack();
     pk_fault* fault = &last_fault;
     fault->kind = PK_FAULT_NONE;
-    uint32_t float_control = set_float_control(kFloatControl);
+    auto float_control = set_float_control(kFloatControl);
     pk_worker* worker = take_worker(device);
     if (!worker) {
         set_float_control(float_control);

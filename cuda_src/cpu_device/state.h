@@ -6,9 +6,6 @@
 //   pk_warp      sets of lanes by state, and the operands of collectives
 #pragma once
 
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE 1
-#endif
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -18,14 +15,8 @@
 #include <sys/mman.h>
 #include <time.h>
 #include <ucontext.h>
-#include <unistd.h>
 
 #include "cpu_device/warp.h"
-
-#undef threadIdx
-#undef blockIdx
-#undef blockDim
-#undef gridDim
 
 #define PK_PUBLIC extern "C" __attribute__((visibility("default")))
 #define PK_NOINLINE __attribute__((noinline))
@@ -131,14 +122,9 @@ struct pk_warp {
     float totals[PK_REDUCE_COUNT_MAX];       // its results: a lane that runs ahead overwrites its own row only
 };
 
-struct pk_shared_buffer {
-    const void* key;
+struct pk_shared_buffer : pk_buffer {
+    const void* key;              // of the declaration (PK_SHARED)
     const char* name;
-    size_t bytes;
-    uint8_t* base;                // mapping: guard page, pages, guard page
-    size_t mapped_bytes;
-    uint8_t* start;               // right-aligned to the second guard page to within 16 bytes
-    size_t slack;                 // canary bytes between the end and the guard page
 };
 
 struct pk_device;
@@ -263,6 +249,10 @@ static inline uint32_t lanes_of(const pk_warp* warp, uint32_t ranks) {
     uint32_t lanes = 0;
     for (; ranks; ranks &= ranks - 1) lanes |= 1u << warp->lane_of_rank[lowest(ranks)];
     return lanes;
+}
+
+static inline pk_fiber* fiber_of_lane(const pk_warp* warp, uint32_t lane) {
+    return warp->fiber_of_rank[warp->rank_of_lane[lane]];
 }
 
 static inline pk_worker* worker_of(pk_fiber* fiber) { return reinterpret_cast<pk_worker*>(fiber->block); }

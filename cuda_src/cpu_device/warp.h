@@ -93,15 +93,6 @@ static inline void pk_warp_reduce_n(uint32_t operation, float (&values)[N], cons
 }
 
 template <int N>
-static inline void pk_warp_max_n(float (&values)[N], PK_HERE) { pk_warp_reduce_n(PK_WARP_MAX, values, file, line); }
+static inline void pk_warp_max(float (&values)[N], PK_HERE) { pk_warp_reduce_n(PK_WARP_MAX, values, file, line); }
 template <int N>
-static inline void pk_warp_sum_n(float (&values)[N], PK_HERE) { pk_warp_reduce_n(PK_WARP_SUM, values, file, line); }
-
-static inline float pk_warp_max(float value, PK_HERE) {
-    pk_warp_reduce(PK_WARP_MAX, &value, 1, file, line);
-    return value;
-}
-static inline float pk_warp_sum(float value, PK_HERE) {
-    pk_warp_reduce(PK_WARP_SUM, &value, 1, file, line);
-    return value;
-}
+static inline void pk_warp_sum(float (&values)[N], PK_HERE) { pk_warp_reduce_n(PK_WARP_SUM, values, file, line); }

@@ -55,10 +55,6 @@ template <class... A> struct pk_signature<void (*)(A...)> {
 
 #else
 
-template <int... I> struct pk_indices {};
-template <int N, int... I> struct pk_count_to : pk_count_to<N - 1, N - 1, I...> {};
-template <int... I> struct pk_count_to<0, I...> { typedef pk_indices<I...> type; };
-
 template <class T>
 static inline T pk_argument(const uint64_t* slot) {
     T value;
@@ -66,20 +62,20 @@ static inline T pk_argument(const uint64_t* slot) {
     return value;
 }
 
-template <class... A, int... I>
-static inline __attribute__((always_inline)) void pk_call(void (*kernel)(A...), [[maybe_unused]] const uint64_t* slots,
-                                                          pk_indices<I...>) {
-    kernel(pk_argument<A>(slots + I)...);
-}
-
 template <class... A>
-static inline __attribute__((always_inline)) void pk_call(void (*kernel)(A...), const uint64_t* slots) {
-    pk_call(kernel, slots, typename pk_count_to<static_cast<int>(sizeof...(A))>::type());
+struct pk_call {
+    __forceinline__ pk_call(void (*kernel)(A...), A... arguments) { kernel(arguments...); }
+};
+
+// Braces, because they evaluate the arguments in order.
+template <class... A>
+static __forceinline__ void pk_call_with(void (*kernel)(A...), [[maybe_unused]] const uint64_t* slots) {
+    pk_call<A...>{kernel, pk_argument<A>(slots++)...};
 }
 
 #define PK_EXPORT(kernel)                                                                                       \
     extern "C" __attribute__((visibility("default"), used)) void pk_entry_##kernel(const uint64_t* slots) {    \
-        pk_call(&kernel, slots);                                                                                \
+        pk_call_with(&kernel, slots);                                                                           \
     }                                                                                                           \
     extern "C" __attribute__((visibility("default"), used)) const uint32_t* pk_signature_##kernel() {          \
         static const pk_signature<decltype(&kernel)> signature = {};                                           \

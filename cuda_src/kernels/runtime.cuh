@@ -5,8 +5,8 @@
 //
 //   PK_EXPORT(kernel)               publishes a kernel that the host may launch (export.cuh)
 //   PK_SHARED(type, name, count)    `type* name`: shared by the block, 16-byte aligned (cpu: guard page behind it)
-//   pk_warp_max / pk_warp_sum       all 32 lanes; the xor tree 16, 8, 4, 2, 1: v = op(v, shfl_xor(v, s))
-//   pk_warp_max_n / pk_warp_sum_n   the same tree for each of N values (cpu: one rendezvous for all N)
+//   pk_warp_max / pk_warp_sum       replace each of a lane's N values by that of all 32 lanes (cpu: one rendezvous for
+//                                   all N); the xor tree 16, 8, 4, 2, 1: v = op(v, shfl_xor(v, s))
 //   pk_yield()                      the body of a spin loop
 //
 // The maximum drops a NaN when the other operand is a number, and +0 > -0, as max.f32 does; the sum is a plain FP32
@@ -30,7 +30,7 @@ typedef unsigned long long uintptr_t;
     type* const name = reinterpret_cast<type*>(name##_bytes)
 
 template <int N>
-__device__ __forceinline__ void pk_warp_max_n(float (&values)[N]) {
+__device__ __forceinline__ void pk_warp_max(float (&values)[N]) {
 #pragma unroll
     for (int stride = 16; stride > 0; stride >>= 1) {
 #pragma unroll
@@ -39,24 +39,12 @@ __device__ __forceinline__ void pk_warp_max_n(float (&values)[N]) {
 }
 
 template <int N>
-__device__ __forceinline__ void pk_warp_sum_n(float (&values)[N]) {
+__device__ __forceinline__ void pk_warp_sum(float (&values)[N]) {
 #pragma unroll
     for (int stride = 16; stride > 0; stride >>= 1) {
 #pragma unroll
         for (int i = 0; i < N; ++i) values[i] = __fadd_rn(values[i], __shfl_xor_sync(0xFFFFFFFFu, values[i], stride));
     }
-}
-
-__device__ __forceinline__ float pk_warp_max(float value) {
-    float values[1] = {value};
-    pk_warp_max_n<1>(values);
-    return values[0];
-}
-
-__device__ __forceinline__ float pk_warp_sum(float value) {
-    float values[1] = {value};
-    pk_warp_sum_n<1>(values);
-    return values[0];
 }
 
 __device__ __forceinline__ void pk_yield() { __nanosleep(32); }

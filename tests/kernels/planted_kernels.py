@@ -173,7 +173,7 @@ PLACES = (
 COPIES = (
     Planted(
         "a whole page is copied", MOVES, MOVES,
-        (("at < word_bytes;", "at < head_bytes;"),), COPY, {**SCALES, "profile": "bf16"},
+        (("from, word_bytes);", "from, head_bytes);"),), COPY, {**SCALES, "profile": "bf16"},
     ),
     Planted(
         "columns are rounded down to words", MOVES, MOVES,

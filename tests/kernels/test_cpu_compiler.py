@@ -42,7 +42,7 @@ extern "C" __global__ void arithmetic(const float* a, const float* b, const floa
     float acc = 0.0f;
     for (int k = 0; k < 64; ++k) acc += tile[k] * 0.1f;
     float lanes[5] = {v, w, q, r, acc};
-    pk_warp_sum_n<5>(lanes);
+    pk_warp_sum(lanes);
     unsigned bits = __float_as_uint(lanes[0]) ^ __byte_perm(__float_as_uint(lanes[1]), __float_as_uint(q), 0x5140);
     if (i < n) out[i] = lanes[2] + lanes[3] * acc + (float)(bits & 0xFFFF) + (float)(__clz(bits | 1) * __popc(bits));
 }

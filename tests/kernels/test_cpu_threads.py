@@ -58,26 +58,27 @@ WARP_REDUCE = r"""
 extern "C" __global__ void warp_reduce(const float* values, unsigned* mismatches) {
     float a[70], b[70];
     for (int i = 0; i < 70; ++i) a[i] = b[i] = values[i * 32 + threadIdx.x];
-    pk_warp_max_n<70>(a);
+    pk_warp_max(a);
     unsigned bad = 0;
     for (int i = 0; i < 70; ++i) {
         for (int s = 16; s > 0; s >>= 1) b[i] = fmaxf(b[i], __shfl_xor_sync(0xFFFFFFFFu, b[i], s));
         bad += __float_as_uint(a[i]) != __float_as_uint(b[i]);
     }
     for (int i = 0; i < 70; ++i) a[i] = b[i] = values[i * 32 + threadIdx.x];
-    pk_warp_sum_n<70>(a);
+    pk_warp_sum(a);
     for (int i = 0; i < 70; ++i) {
         for (int s = 16; s > 0; s >>= 1) b[i] = __fadd_rn(b[i], __shfl_xor_sync(0xFFFFFFFFu, b[i], s));
         bool both_nan = a[i] != a[i] && b[i] != b[i];
         bad += !both_nan && __float_as_uint(a[i]) != __float_as_uint(b[i]);
     }
-    float c = values[threadIdx.x];
-    float m = pk_warp_max(c), s = pk_warp_sum(c);
+    float c = values[threadIdx.x], m[1] = {c}, s[1] = {c};
+    pk_warp_max(m);
+    pk_warp_sum(s);
     for (int k = 16; k > 0; k >>= 1) c = fmaxf(c, __shfl_xor_sync(0xFFFFFFFFu, c, k));
-    bad += __float_as_uint(c) != __float_as_uint(m);
+    bad += __float_as_uint(c) != __float_as_uint(m[0]);
     c = values[threadIdx.x];
     for (int k = 16; k > 0; k >>= 1) c = __fadd_rn(c, __shfl_xor_sync(0xFFFFFFFFu, c, k));
-    bad += __float_as_uint(c) != __float_as_uint(s);
+    bad += __float_as_uint(c) != __float_as_uint(s[0]);
     mismatches[threadIdx.x] = bad;
 }
 """
@@ -359,7 +360,11 @@ DIVERGENT = {
         (2, 0, 0),
     ),
     "partial_warp": (
-        r"""extern "C" __global__ void partial_warp(float* out) { out[0] = pk_warp_max(1.0f); }""",
+        r"""extern "C" __global__ void partial_warp(float* out) {
+    float value[1] = {1.0f};
+    pk_warp_max(value);
+    out[0] = value[0];
+}""",
         r"pk_warp_max needs 32 lanes .* this warp has 20",
         (0, 0, 0),
     ),
