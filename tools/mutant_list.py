@@ -124,7 +124,7 @@ MUTANTS: tuple[Mutant, ...] = (
            SPECULATION),
     Mutant("C5.6", "the lead is a whole window longer", "pagedkv/values/config.py",
            "lead = backend.draft_window - 1\n", "lead = backend.draft_window\n", SPECULATION),
-    Mutant("C5.7", "packed parts are not rounded to 256 bytes", "pagedkv/values/packed_planes.py",
+    Mutant("C5.7", "packed parts are not rounded to 256 bytes", "pagedkv/values/planes.py",
            "end += align_up(plane.span_bytes, SLAB_ALIGN_BYTES)", "end += plane.span_bytes",
            (HOST + "test_planner.py", HOST + "test_transfers.py", "tests/kernels/test_page_mover.py")),
     # ---- leases and reservations

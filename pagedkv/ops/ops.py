@@ -32,8 +32,7 @@ from pagedkv.errors import MisuseError
 from pagedkv.ops.modules import attention_module, context_module, page_moves_module
 from pagedkv.ops.views import PagedKVBatchLayerView, check_aligned, check_array, check_disjoint, describe
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PageOrder, PlaneGeometry
+from pagedkv.values.planes import PackedPlanes, PageOrder, PlaneGeometry
 from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, ROLES, Profile, plane_schema, resolve_profile
 from pagedkv.values.quantities import PAGE_TOKENS, ROW_ALIGN_BYTES, ceil_div
 

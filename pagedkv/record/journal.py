@@ -38,9 +38,8 @@ from pagedkv.ledger.ledger import Batch, Columns, PoolSlices, StoreLedgers
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.snapshot import PreparedSnapshot
 from pagedkv.ledger.units import SubmittedUnit
-from pagedkv.record.config_json import config_as_json
 from pagedkv.record.words import JournalWords, Words, refusal_words
-from pagedkv.values.config import StoreConfig
+from pagedkv.values.config import StoreConfig, config_as_json
 
 _LOG = logging.getLogger("pagedkv")
 

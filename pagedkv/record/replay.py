@@ -21,9 +21,9 @@ from pagedkv.ledger import active_spaces as address_space
 from pagedkv.ledger.caught import Caught
 from pagedkv.ledger.check import check_ledgers
 from pagedkv.ledger.ledger import StoreLedgers
-from pagedkv.record.config_json import config_from_json
 from pagedkv.record.journal import RECORDED, SCHEMA
 from pagedkv.record.words import JournalWords, Words, refusal_words
+from pagedkv.values.config import config_from_json
 
 
 @dataclass(frozen=True)

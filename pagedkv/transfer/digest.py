@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from pagedkv.devices.protocol import Array, Device, Stream
 from pagedkv.errors import Corruption
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PlaneGeometry
+from pagedkv.values.planes import PackedPlanes, PlaneGeometry
 
 Fingerprints = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int32]

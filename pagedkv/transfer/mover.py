@@ -32,8 +32,7 @@ from pagedkv.devices.protocol import Array, Device, Event, Stream
 from pagedkv.errors import MisuseError, TransferFailed
 from pagedkv.ops.ops import Ops
 from pagedkv.transfer.page_runs import PageRun
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PlaneGeometry
+from pagedkv.values.planes import PackedPlanes, PlaneGeometry
 from pagedkv.values.quantities import ceil_div
 
 Planes = Sequence[tuple[Array, PlaneGeometry]]

@@ -104,7 +104,7 @@ class Transfers:
 
         Args:
             direction: which of the two sides are page groups of `pool`; a host side names pages of a packed
-                extent (`packed_planes.py`), in logical order.
+                extent (`planes.py`), in logical order.
             sources, destinations: (n,) int32, paired; destinations are distinct, and for "d2d" no source.
             host_pages: pages of the whole extent on the host; 0 for "d2d".
             contents: (n,) content epochs of the pages now; `publish` compares them.

@@ -10,16 +10,21 @@ A configuration is a value: it is checked once, when it is made, and everything 
 
 Automatic capacity is a wish until the planner has resolved it: `with_pages(M)` gives the configuration with that M
 made explicit, and the ledgers, planes and views are built from such a one only.
+
+A configuration in JSON has every field of the dataclasses by its own name.  An absent field takes its default, an
+unknown field is refused:
+
+    {"geometry": {"type": "KVGeometry", "layers": 1, ...}, "profile": "bf16", "max_context": 256, ...}
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 from pagedkv.errors import ConfigError
 from pagedkv.values.attention_shape import DECODE_WIDTH_MAX
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.planes import PackedPlanes, PageOrder, PlaneGeometry, plane_inventory
 from pagedkv.values.profiles import (
     HEAD_DIMS_CONTEXT,
     KV_HEADS_MAX,
@@ -391,3 +396,60 @@ class StoreConfig:
         if isinstance(backend, DraftFullBackend):
             return (main, PoolConfig("draft", PROFILES["bf16"], backend.geometry, "head-major", pages, 0, guard))
         return (main,)
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------
+
+_TYPES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (KVGeometry, ExplicitCapacity, AutoCapacity, MTPBackend, DraftFullBackend)
+}
+
+
+def config_as_json(config: StoreConfig) -> dict[str, object]:
+    """Return a configuration as dicts, strings, numbers and None; `config_from_json` reverses it.  (C5.2)"""
+    return {part.name: _as_json(getattr(config, part.name)) for part in fields(config)}
+
+
+def config_from_json(given: object) -> StoreConfig:
+    """Return the configuration that `config_as_json` wrote.
+
+    Raises:
+        ConfigError: no such object, an unknown field, or a value that the configuration refuses.
+    """
+    if not isinstance(given, dict):
+        raise _json_refusal("an object with the fields of a StoreConfig", given)
+    config: StoreConfig = _build(StoreConfig, {name: _from_json(value) for name, value in given.items()})
+    return config
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, Profile):
+        return value.name
+    if is_dataclass(value):
+        parts = {part.name: _as_json(getattr(value, part.name)) for part in fields(value)}
+        return {"type": type(value).__name__, **parts}
+    return value
+
+
+def _from_json(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    kind = _TYPES.get(str(value.get("type")))
+    if kind is None:
+        raise _json_refusal(f"a type of {sorted(_TYPES)}", value.get("type"))
+    return _build(kind, {name: _from_json(part) for name, part in value.items() if name != "type"})
+
+
+def _build(kind: type[Any], values: dict[str, object]) -> Any:
+    known = {part.name for part in fields(kind)}
+    if unknown := sorted(values.keys() - known):
+        raise _json_refusal(f"the fields {sorted(known)}", unknown)
+    try:
+        return kind(**values)
+    except TypeError as error:  # a field without a default is absent
+        raise _json_refusal(f"every field of a {kind.__name__} that has no default", str(error)) from error
+
+
+def _json_refusal(expected: str, got: object) -> ConfigError:
+    return ConfigError("a configuration in JSON", expected=expected, got=repr(got),
+                       remedy="take what config_as_json wrote, with the same version of the library", clause="C5.2")

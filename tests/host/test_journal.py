@@ -21,9 +21,8 @@ from pagedkv.ledger.active_spaces import AddressSpaces
 from pagedkv.ledger.check import check_ledgers
 from pagedkv.ledger.ledger import StoreLedgers
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.record.config_json import config_as_json, config_from_json
 from pagedkv.record.journal import RECORDED, Journal, JournaledLedgers
-from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend, StoreConfig
+from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend, StoreConfig, config_as_json, config_from_json
 from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, activate, make_config, make_ledgers, trim, write
 from tests.host.operations_walk import OperationsWalk
 from tests.host.planted import Planted

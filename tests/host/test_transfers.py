@@ -11,8 +11,7 @@ from pagedkv.errors import MisuseError, PagedKVError, StaleHandle
 from pagedkv.ledger.pool import PagePool
 from pagedkv.transfer.page_runs import PageRun, page_runs
 from pagedkv.transfer.plan import Direction, Transfer, Transfers
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import plane_inventory
+from pagedkv.values.planes import PackedPlanes, plane_inventory
 from tests.host.builders import activate, make_ledgers, refused, snapshot, trim, write
 
 

@@ -15,8 +15,7 @@ from pagedkv.ops.ops import Ops
 from pagedkv.transfer.engine import TransferEngine
 from pagedkv.transfer.mover import PageMover
 from pagedkv.transfer.page_runs import page_runs
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.planes import PackedPlanes, PageOrder, PlaneGeometry, plane_inventory
 from pagedkv.values.profiles import PROFILES
 
 PAGES = 12

@@ -18,8 +18,7 @@ from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
 from pagedkv.values.config import KVGeometry
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PageOrder
+from pagedkv.values.planes import PackedPlanes, PageOrder
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.paged_cache import (

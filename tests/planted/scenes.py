@@ -21,8 +21,7 @@ from pagedkv.ledger.pool import PagePool
 from pagedkv.transfer.engine import TransferEngine
 from pagedkv.transfer.mover import PageMover
 from pagedkv.transfer.plan import Transfer
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PlaneGeometry
+from pagedkv.values.planes import PackedPlanes, PlaneGeometry
 from tests.placement import shuffle_placement
 from tests.toy_model import ToyModel
 

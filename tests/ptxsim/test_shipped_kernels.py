@@ -18,7 +18,7 @@ import pytest
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16, attention_module, context_module, shipped_modules
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
-from pagedkv.values.packed_planes import PackedPlanes
+from pagedkv.values.planes import PackedPlanes
 from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
