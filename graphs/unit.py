@@ -168,12 +168,12 @@ class Unit:
         """Return the view of a layer; the scale is the key's, so a pool of another shape is refused.  (C15.2)"""
         view = self._view(what, layer, pool)
         geometry = self.key.geometry
-        if (view.profile.name, view.kv_heads, view.head_dim) != (
+        if (view.storage.name, view.num_kv_heads, view.head_dim) != (
             self.key.profile, geometry.kv_heads, geometry.head_dim,
         ):
             raise pk.MisuseError(
                 f"{what} in pool {pool} by unit {self.key}",
-                expected=f"{view.profile.name} of {view.kv_heads} KV heads and head_dim {view.head_dim}, as the pool",
+                expected=f"{view.storage} of {view.num_kv_heads} KV heads and head_dim {view.head_dim}, as the pool",
                 got=f"a key of {self.key.profile}, {geometry.kv_heads} KV heads and head_dim {geometry.head_dim}",
                 remedy=f"build the key with key_for(pool={pool!r})", clause="C15.2",
             )

@@ -49,7 +49,7 @@ def noise(seed: int, *shape: int) -> Bits:
 def write(store: pk.Store, row: int, first: int, tokens: int, pool: str = "main", seed: int = 1) -> None:
     """Append noise to every layer at positions [first, first + tokens) of a table row."""
     for view in store.views[pool]:
-        k, v = (put(store, noise(seed + kind, 1, tokens, view.kv_heads, view.head_dim)) for kind in range(2))
+        k, v = (put(store, noise(seed + kind, 1, tokens, view.num_kv_heads, view.head_dim)) for kind in range(2))
         store.ops.append(view, k, v, put(store, np.array([first], np.int32)), put(store, np.array([row], np.int32)),
                          stream=store.stream)  # fmt: skip
 
@@ -69,7 +69,7 @@ def attend(store: pk.Store, row: int, position: int, pool: str = "main", layer: 
     view = store.views[pool][layer]
     q = noise(9, 1, 1, 4, view.head_dim)
     out = put(store, np.zeros_like(q))
-    shape = pk.AttentionShape("decode", 1, 1, 4, view.kv_heads, view.head_dim, view.max_context)
+    shape = pk.AttentionShape("decode", 1, 1, 4, view.num_kv_heads, view.head_dim, view.max_context)
     workspace = store.device.empty((max(pk.workspace_bytes(shape), 256),), np.uint8)
     store.ops.causal_attention_cached(
         view, put(store, q), out, put(store, np.array([position], np.int32)), put(store, np.array([row], np.int32)),

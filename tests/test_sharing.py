@@ -49,11 +49,10 @@ def rows_of(store: pk.Store, held: pk.Sequence | pk.Continuation, pool: str = "m
     pages, committed = store.page_ids(held, pool), store.committed_tokens(held, pool)
     found = []
     for view in store.views[pool]:
-        for plane in (view.k_pages, view.v_pages, view.k_scales, view.v_scales):
-            if plane is not None:
-                by_page = plane if view.order == "page-major" else np.moveaxis(plane, 1, 0)
-                rows = np.moveaxis(by_page[pages], 1, 2).reshape(len(pages) * 64, -1)[:committed]
-                found.append(np.ascontiguousarray(rows).tobytes())
+        for plane, _ in view.planes:
+            by_page = plane if view.order == "page-major" else np.moveaxis(plane, 1, 0)
+            rows = np.moveaxis(by_page[pages], 1, 2).reshape(len(pages) * 64, -1)[:committed]
+            found.append(np.ascontiguousarray(rows).tobytes())
     return found
 
 

@@ -47,7 +47,7 @@ def append_tags(store: pk.Store, pool: str, row: int, first: int, width: int, li
     tags[0, :, 0, 1] = launch
     for view in store.views[pool]:
         repeat = view.head_dim // 4
-        rows = np.tile(np.repeat(tags, view.kv_heads, axis=2), (1, 1, 1, repeat))
+        rows = np.tile(np.repeat(tags, view.num_kv_heads, axis=2), (1, 1, 1, repeat))
         k, v = device.empty(rows.shape, np.uint16), device.empty(rows.shape, np.uint16)
         selectors = device.empty((3, 1), np.int32)
         device.copy(k, rows, stream)
@@ -64,11 +64,11 @@ def read_tags(store: pk.Store, pool: str, row: int, tokens: int) -> Tags:
     for view in store.views[pool]:
         for plane in (view.k_pages, view.v_pages):
             by_page = plane if view.order == "page-major" else np.moveaxis(plane, 1, 0)
-            rows = np.zeros((tokens, view.kv_heads, view.head_dim), np.int64)
+            rows = np.zeros((tokens, view.num_kv_heads, view.head_dim), np.int64)
             for position in range(tokens):
                 page_id = int(store.block_tables[pool][row, position >> 6])
                 rows[position] = by_page[page_id, :, position & 63]
-            found.append(rows.reshape(tokens, view.kv_heads * view.head_dim // 4, 4))
+            found.append(rows.reshape(tokens, view.num_kv_heads * view.head_dim // 4, 4))
     tags: Tags = found[0][:, 0, :2]
     for rows in found:
         assert (rows[..., :2] == tags[:, None]).all(), "heads, planes or layers of a position disagree"

@@ -661,12 +661,12 @@ class Store(StoreEvidence):
 
     def _layer_view(self, pool_name: str, layer: int) -> PagedKVBatchLayerView:
         pool = next(pool for pool in self.config.pools if pool.name == pool_name)
-        planes = {role: self._slabs.get(f"{pool_name}.{layer}.{role}") for role in ROLES}
+        k_pages, v_pages, k_scale_pages, v_scale_pages = (
+            self._slabs.get(f"{pool_name}.{layer}.{role}") for role in ROLES
+        )
         return PagedKVBatchLayerView(
-            k_pages=planes["k_code"], v_pages=planes["v_code"], k_scales=planes["k_scale"], v_scales=planes["v_scale"],
-            block_table=self.block_tables[pool_name], head_dim=pool.geometry.head_dim,
-            kv_heads=pool.geometry.kv_heads, profile=pool.profile, order=pool.order,
-            max_context=self.config.max_context,
+            k_pages, v_pages, k_scale_pages, v_scale_pages, self.block_tables[pool_name], pool.geometry.head_dim,
+            pool.geometry.kv_heads, pool.profile, pool.order, self.config.max_context,
         )
 
 

@@ -54,12 +54,7 @@ def decoded(device: pk.Device, profile: str, *, use_graphs: bool = True) -> tupl
             for sequence, tokens in step.items():
                 texts[sequence] += tokens
         store.check()
-        planes = [
-            host(device, array)
-            for view in store.views["main"]
-            for name, array in view.named_arrays
-            if name != "block_table"
-        ]
+        planes = [host(device, plane) for view in store.views["main"] for plane, _ in view.planes]
     return [texts[sequence] for sequence in sequences], planes
 
 

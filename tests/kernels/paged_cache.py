@@ -18,7 +18,8 @@ from pagedkv.devices.protocol import Array, Device, Stream
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
-from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.planes import PageOrder, plane_inventory
+from pagedkv.values.profiles import ROLES
 
 Bits = npt.NDArray[np.uint16]
 Table = npt.NDArray[np.int32]
@@ -49,7 +50,6 @@ class PagedCache:
     ops: Ops
     stream: Stream
     view: PagedKVBatchLayerView
-    geometries: tuple[PlaneGeometry, ...]
     table: Table
 
     @classmethod
@@ -63,22 +63,20 @@ class PagedCache:
         Planes hold random bytes; without `rng` they are left as `allocate` gives them, by default unwritten.
         """
         stream = device.stream()
-        geometries = plane_inventory(
-            profile, layers=1, kv_heads=kv_heads, head_dim=head_dim, pages=max(int(table.max()), 0) + 2, order=order
-        )
+        pages = max(int(table.max()), 0) + 2
         planes: dict[str, Array] = {}
-        for geometry in geometries:
+        for geometry in plane_inventory(profile, layers=1, kv_heads=kv_heads, head_dim=head_dim, pages=pages,
+                                        order=order):
             planes[geometry.role] = (allocate or device.empty)(geometry.shape, geometry.dtype)
             if rng is not None:
                 noise = rng.integers(0, 256, geometry.span_bytes, dtype=np.uint8)
                 device.copy(planes[geometry.role], noise.view(geometry.dtype).reshape(geometry.shape), stream)
+        k, v, k_scale, v_scale = (planes.get(role) for role in ROLES)
         view = PagedKVBatchLayerView(
-            k_pages=planes["k_code"], v_pages=planes["v_code"], k_scales=planes.get("k_scale"),
-            v_scales=planes.get("v_scale"), block_table=to_device(device, stream, table), head_dim=head_dim,
-            kv_heads=kv_heads, profile=profile, order=order,  # type: ignore[arg-type]
-            max_context=max_context or 64 * table.shape[1],
+            k, v, k_scale, v_scale, to_device(device, stream, table), head_dim, kv_heads,
+            profile, order, max_context or 64 * table.shape[1],  # type: ignore[arg-type]
         )  # fmt: skip
-        return cls(device, ops or Ops(device), stream, view, geometries, table)
+        return cls(device, ops or Ops(device), stream, view, table)
 
     def put(self, array: npt.NDArray[Any]) -> Array:
         """Copy a host array to the device."""
@@ -97,9 +95,7 @@ class PagedCache:
 
     def host_planes(self) -> HostPlanes:
         """Copy every plane to the host, by role."""
-        planes = (self.view.k_pages, self.view.v_pages, self.view.k_scales, self.view.v_scales)
-        roles = ("k_code", "v_code", "k_scale", "v_scale")
-        return {role: self.get(plane) for role, plane in zip(roles, planes, strict=True) if plane is not None}
+        return {geometry.role: self.get(plane) for plane, geometry in self.view.planes}
 
     def append(
         self, k: Bits, v: Bits, first_positions: list[int], table_rows: list[int],
@@ -113,7 +109,7 @@ class PagedCache:
     def fill(self, rng: np.random.Generator, row: int, tokens: int, scale: float = 1.0) -> None:
         """Append noise at positions [0, tokens) of a table row."""
         if tokens:
-            shape = (1, tokens, self.view.kv_heads, self.view.head_dim)
+            shape = (1, tokens, self.view.num_kv_heads, self.view.head_dim)
             self.append(bf16_noise(rng, shape, scale), bf16_noise(rng, shape, scale), [0], [row])
 
     def with_rows(
@@ -124,7 +120,7 @@ class PagedCache:
         expected = {role: plane.copy() for role, plane in planes.items()}
         head_dim = self.view.head_dim
         for kind, rows in (("k", k), ("v", v)):
-            code, scale = codecs.encode(self.view.profile, kind, rows.reshape(-1, head_dim))  # type: ignore[arg-type]
+            code, scale = codecs.encode(self.view.storage, kind, rows.reshape(-1, head_dim))  # type: ignore[arg-type]
             for role, encoded in ((f"{kind}_code", code), (f"{kind}_scale", scale)):
                 if encoded is None:
                     continue
@@ -134,7 +130,7 @@ class PagedCache:
                     for column in range(live):
                         position = first_positions[entry] + column
                         page = self.table[table_rows[entry], position // 64]
-                        for head in range(self.view.kv_heads):
+                        for head in range(self.view.num_kv_heads):
                             place = (page, head) if self.view.order == "page-major" else (head, page)
                             target[(*place, position % 64)] = values[entry, column, head]
         return expected
@@ -147,10 +143,7 @@ class PagedCache:
         """Run causal attention of host queries (B, W, Hq, D); `new_rows` (k, v) are appended first."""
         out = self.put(np.full(q.shape, MARK_BF16, np.uint16))
         lse = self.put(np.full(q.shape[:3], np.float32(np.nan))) if with_lse else None
-        batch, width, query_heads, head_dim = q.shape
-        shape = AttentionShape(route, batch, width, query_heads, self.view.kv_heads, head_dim, self.view.max_context)
-        needed = workspace_bytes(shape)
-        workspace = self.device.empty((needed,), np.uint8) if needed else None
+        workspace = self.workspace(route, q)
         selectors = (self.ints(first_positions), self.ints(table_rows))
         valid = None if valid_columns is None else self.ints(valid_columns)
         if new_rows is None:
@@ -165,19 +158,23 @@ class PagedCache:
             )  # fmt: skip
         return self.get(out), None if lse is None else self.get(lse)
 
+    def workspace(self, route: Route, q: Bits) -> Array | None:
+        """Return a workspace of exactly the bytes that a call with these queries needs; None for 0."""
+        batch, width, heads, head_dim = q.shape
+        shape = AttentionShape(route, batch, width, heads, self.view.num_kv_heads, head_dim, self.view.max_context)
+        needed = workspace_bytes(shape)
+        return self.device.empty((needed,), np.uint8) if needed else None
+
     def attend_context(
         self, q: Bits, k: Bits, v: Bits, context_lengths: list[int], table_rows: list[int], *,
         valid_columns: list[int] | None = None, scale: float | None = None,
     ) -> tuple[Bits, npt.NDArray[np.float32]]:
         """Run context attention of host queries (B, W, Hq, D) and temporary rows (B, W, Hkv, D); give out and lse."""
         out, lse = self.put(np.full(q.shape, MARK_BF16, np.uint16)), self.put(np.full(q.shape[:3], np.float32(np.nan)))
-        batch, width, query_heads, head_dim = q.shape
-        shape = AttentionShape("decode", batch, width, query_heads, self.view.kv_heads, head_dim, self.view.max_context)
-        needed = workspace_bytes(shape)
         self.ops.context_attention(
             self.view, self.put(q), self.put(k), self.put(v), out, self.ints(context_lengths), self.ints(table_rows),
             valid_columns=None if valid_columns is None else self.ints(valid_columns), scale=scale, lse=lse,
-            workspace=self.device.empty((needed,), np.uint8) if needed else None, stream=self.stream,
+            workspace=self.workspace("decode", q), stream=self.stream,
         )  # fmt: skip
         return self.get(out), self.get(lse)
 

@@ -11,7 +11,7 @@ import pytest
 
 from pagedkv.devices.protocol import Device, ModuleSpec
 from pagedkv.errors import MisuseError
-from pagedkv.ops import ops as ops_module
+from pagedkv.ops.attention import ATTENTION_BLOCK
 from pagedkv.ops.ops import Ops
 from pagedkv.values import attention_shape
 from pagedkv.values.attention_shape import AttentionShape, Route, key_groups, workspace_bytes
@@ -33,14 +33,14 @@ def check_against_oracle(
     view = cache.view
     positions = [position + column for column in range(q.shape[0])]
     rows = stored_rows(
-        view.profile.name, cache.host_planes(), order=view.order, pages=cache.table[row].tolist(),
-        tokens=positions[-1] + 1, kv_heads=view.kv_heads, head_dim=view.head_dim,
+        view.storage.name, cache.host_planes(), order=view.order, pages=cache.table[row].tolist(),
+        tokens=positions[-1] + 1, kv_heads=view.num_kv_heads, head_dim=view.head_dim,
     )  # fmt: skip
     factor = view.head_dim**-0.5 if scale is None else scale
-    reference, reference_lse = attend(view.profile.name, q, rows, positions=positions, scale=factor)
+    reference, reference_lse = attend(view.storage.name, q, rows, positions=positions, scale=factor)
     if lse is not None:
         np.testing.assert_allclose(lse, reference_lse, rtol=2e-6, atol=2e-6)
-    return CRITERIA[view.profile.name].assert_met(out, reference)
+    return CRITERIA[view.storage.name].assert_met(out, reference)
 
 
 # ---- the criterion -------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_stale_bytes_behind_the_frontier_have_no_effect(
     for stale in (0x00, 0xFF):
         seeded = np.random.default_rng(7)
         cache = PagedCache.build(device, profile, table=table, rng=rng)
-        for geometry, plane in zip(cache.geometries, _planes(cache), strict=True):
+        for plane, geometry in cache.view.planes:
             poison = np.full(geometry.span_bytes, stale, np.uint8)
             device.copy(plane, poison.view(geometry.dtype).reshape(geometry.shape), cache.stream)
         cache.fill(seeded, 0, 70)
@@ -290,11 +290,6 @@ def test_the_cached_variant_equals_append_then_attend_and_writes_nothing(
     assert_same_planes(before, cache.host_planes())
 
 
-def _planes(cache: PagedCache) -> list[Any]:
-    planes = (cache.view.k_pages, cache.view.v_pages, cache.view.k_scales, cache.view.v_scales)
-    return [plane for plane in planes if plane is not None]
-
-
 # ---- workspace, constants and refusals -----------------------------------------------------------------------------
 
 
@@ -312,7 +307,7 @@ def test_key_group_constants_stand_in_both_languages() -> None:
     assert constant(softmax, "kLongGroupTokens") == attention_shape.LONG_GROUP_TOKENS
     assert constant(softmax, "kShortGroupsEndTokens") == attention_shape.SHORT_GROUPS_END_TOKENS
     assert constant(attention, "kRows") == attention_shape.TILE_ROWS
-    assert constant(softmax, "kStreams") * 32 == ops_module.ATTENTION_THREADS
+    assert constant(softmax, "kStreams") * 32 == ATTENTION_BLOCK[0]
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [

@@ -40,7 +40,7 @@ def block(
     rng: np.random.Generator, cache: PagedCache, *, batch: int = 1, width: int, group_size: int = 4, scale: float = 1.0
 ) -> tuple[Bits, Bits, Bits]:
     """Queries and temporary rows of one draft block."""
-    kv_heads, head_dim = cache.view.kv_heads, cache.view.head_dim
+    kv_heads, head_dim = cache.view.num_kv_heads, cache.view.head_dim
     q = bf16_noise(rng, (batch, width, kv_heads * group_size, head_dim), scale)
     k, v = (bf16_noise(rng, (batch, width, kv_heads, head_dim), scale) for _ in "kv")
     return q, k, v
@@ -56,7 +56,7 @@ def check_against_oracle(
     stored = None
     if context:
         stored = stored_rows("bf16", cache.host_planes(), order="head-major", pages=cache.table[row].tolist(),
-                             tokens=context, kv_heads=view.kv_heads, head_dim=view.head_dim)  # fmt: skip
+                             tokens=context, kv_heads=view.num_kv_heads, head_dim=view.head_dim)  # fmt: skip
     factor = view.head_dim**-0.5 if scale is None else scale
     reference, reference_lse = attend_context(q, stored, k, v, scale=factor)
     np.testing.assert_allclose(found[1][entry, :live], reference_lse, rtol=2e-6, atol=2e-6)

@@ -156,7 +156,7 @@ def test_a_captured_block_follows_its_pages(device: Device) -> None:
     cache = build(device, np.array([[0, 1], [2, 3], [5, 4]], np.int32), contexts=[])
     for row in range(3):
         cache.fill(np.random.default_rng(9), row, 100)
-    table = cache.view.block_table
+    table = cache.view.block_tables
     q, k, v = (cache.put(array) for array in block(4))
     out = cache.put(np.zeros_like(block(4)[0]))
     lengths, rows = cache.ints([100]), cache.ints([0])

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.devices.protocol import Array, Device
+from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
-from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.planes import PageOrder, plane_inventory
 from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
 from tests.kernels.paged_cache import HostPlanes, PagedCache, assert_same_planes, bf16_noise, scattered_table
 
@@ -23,12 +23,6 @@ COLUMNS = (1, 2, 31, 33, 40, 63, 64)
 PAGES = 7
 
 
-def listed(cache: PagedCache) -> list[tuple[Array, PlaneGeometry]]:
-    view = cache.view
-    planes = [plane for plane in (view.k_pages, view.v_pages, view.k_scales, view.v_scales) if plane is not None]
-    return list(zip(planes, cache.geometries, strict=True))
-
-
 def noisy_cache(device: Device, rng: np.random.Generator, profile: str, **choices: Any) -> PagedCache:
     """Return a cache of PAGES pages and three heads, full of noise."""
     return PagedCache.build(device, profile, kv_heads=3, table=np.array([[PAGES - 2]], np.int32), rng=rng, **choices)
@@ -36,7 +30,7 @@ def noisy_cache(device: Device, rng: np.random.Generator, profile: str, **choice
 
 def invert_page(cache: PagedCache, source: int, destination: int) -> None:
     """Give the destination the complement of every byte of the source: one that is copied shows."""
-    for plane, geometry in listed(cache):
+    for plane, geometry in cache.view.planes:
         host = cache.get(plane)
         pages = host if geometry.order == "page-major" else host.swapaxes(0, 1)
         pages[destination] = ~pages[source]
@@ -69,7 +63,7 @@ def test_the_columns_arrive_and_no_other_byte_changes(
         invert_page(cache, source, destination)
         before = cache.host_planes()
 
-        cache.ops.copy_columns(listed(cache), source, destination, columns, stream=cache.stream)
+        cache.ops.copy_columns(cache.view.planes, source, destination, columns, stream=cache.stream)
 
         expected = with_columns(before, order, source=source, destination=destination, columns=columns)
         assert_same_planes(expected, cache.host_planes())
@@ -89,11 +83,11 @@ def test_a_forked_tail_attends_as_a_fresh_one_does(device: Device, profile: str)
     cache.append(k, v, [1000], [0])
     shared = table.copy()
     shared[1, :15] = table[0, :15]
-    device.copy(cache.view.block_table, shared, cache.stream)
+    device.copy(cache.view.block_tables, shared, cache.stream)
     q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (4, 2, 2))
     before, _ = cache.attend(q, [1017], [0], route="decode")
 
-    cache.ops.copy_columns(listed(cache), int(table[0, 15]), int(table[1, 15]), 40, stream=cache.stream)
+    cache.ops.copy_columns(cache.view.planes, int(table[0, 15]), int(table[1, 15]), 40, stream=cache.stream)
 
     forked, fresh = (cache.attend(q, [1000], [row], route="decode", new_rows=(k, v))[0] for row in (1, 2))
     np.testing.assert_array_equal(fresh, forked)
@@ -113,14 +107,14 @@ def test_a_captured_copy_reads_the_page_anew_at_each_replay(
     before = cache.host_planes()
 
     device.begin_capture(cache.stream)
-    cache.ops.copy_columns(listed(cache), 1, 4, 33, stream=cache.stream)
+    cache.ops.copy_columns(cache.view.planes, 1, 4, 33, stream=cache.stream)
     graph = device.end_capture(cache.stream)
 
     assert_same_planes(before, cache.host_planes())
     for _ in range(2):
         graph.launch(cache.stream)
         assert_same_planes(with_columns(before, order, source=1, destination=4, columns=33), cache.host_planes())
-        for plane, geometry in listed(cache):
+        for plane, geometry in cache.view.planes:
             noise = rng.integers(0, 256, geometry.span_bytes, dtype=np.uint8)
             device.copy(plane, noise.view(geometry.dtype).reshape(geometry.shape), cache.stream)
         before = cache.host_planes()
@@ -174,7 +168,7 @@ def test_numbers_that_name_no_columns_are_refused(
     before = cache.host_planes()
 
     with pytest.raises(MisuseError, match=name) as refusal:
-        cache.ops.copy_columns(listed(cache), *numbers, stream=cache.stream)
+        cache.ops.copy_columns(cache.view.planes, *numbers, stream=cache.stream)
 
     assert refusal.value.clause == "C10.5"
     assert_same_planes(before, cache.host_planes())
@@ -185,7 +179,7 @@ def test_integers_of_numpy_are_integers(device: Device, rng: np.random.Generator
     cache = noisy_cache(device, rng, "bf16")
     before = cache.host_planes()
 
-    cache.ops.copy_columns(listed(cache), np.int32(5), np.int64(2), np.int8(64), stream=cache.stream)  # type: ignore[arg-type]
+    cache.ops.copy_columns(cache.view.planes, np.int32(5), np.int64(2), np.int8(64), stream=cache.stream)  # type: ignore[arg-type]
 
     expected = with_columns(before, "page-major", source=5, destination=2, columns=64)
     assert_same_planes(expected, cache.host_planes())
@@ -199,7 +193,7 @@ def test_planes_that_do_not_fit_are_refused_before_the_first_is_copied(
     cache = noisy_cache(device, rng, "bf16")
     before = cache.host_planes()
     fewer = plane_inventory("bf16", layers=1, kv_heads=3, head_dim=64, pages=PAGES - 1, order="page-major")[1]
-    first, second = listed(cache)
+    first, second = cache.view.planes
     second = {"geometry": (second[0][1:], second[1]), "pages": (second[0][1:], fewer), "overlap": first}[fault]
     match = {"geometry": "plane v_code", "pages": f"from 0 to {PAGES - 2}", "overlap": "share no byte"}[fault]
 

@@ -24,10 +24,8 @@ def test_zeroed_pages_are_zero_and_their_neighbours_are_not(
     expected = cache.host_planes()
     for plane in expected.values():
         (plane if order == "page-major" else plane.swapaxes(0, 1))[[1, 3]] = 0
-    planes = (cache.view.k_pages, cache.view.v_pages, cache.view.k_scales, cache.view.v_scales)
-    listed = [(plane, geometry) for plane, geometry in zip(planes, cache.geometries, strict=False) if plane is not None]
 
-    cache.ops.zero_pages(listed, cache.ints([3, 1]), stream=cache.stream)
+    cache.ops.zero_pages(cache.view.planes, cache.ints([3, 1]), stream=cache.stream)
 
     assert_same_planes(expected, cache.host_planes())
 
@@ -43,10 +41,8 @@ def test_filled_pages_hold_the_word_of_their_plane_and_their_neighbours_do_not(
     for plane, word in zip(expected.values(), words, strict=True):
         pages = plane if order == "page-major" else plane.swapaxes(0, 1)
         pages[[1, 3]] = np.tile(np.array([word], np.uint32).view(plane.dtype), plane.shape[3])[: plane.shape[3]]
-    planes = (cache.view.k_pages, cache.view.v_pages, cache.view.k_scales, cache.view.v_scales)
 
-    cache.ops.fill_pages(list(zip(planes, cache.geometries, strict=True)), cache.ints([3, 1]), words,
-                         stream=cache.stream)  # fmt: skip
+    cache.ops.fill_pages(cache.view.planes, cache.ints([3, 1]), words, stream=cache.stream)
 
     assert_same_planes(expected, cache.host_planes())
 
@@ -58,7 +54,7 @@ def test_words_that_do_not_fit_are_refused(device: Device, rng: np.random.Genera
     before = cache.host_planes()
 
     with pytest.raises(MisuseError, match="1 numbers of 32 bits"):
-        cache.ops.fill_pages([(cache.view.k_pages, cache.geometries[0])], cache.ints([1]), words, stream=cache.stream)
+        cache.ops.fill_pages(cache.view.planes[:1], cache.ints([1]), words, stream=cache.stream)
 
     assert_same_planes(before, cache.host_planes())
 
@@ -68,7 +64,7 @@ def test_no_pages_and_no_planes_are_nothing_to_do(device: Device, rng: np.random
     cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
     before = cache.host_planes()
 
-    cache.ops.zero_pages([(cache.view.k_pages, cache.geometries[0])], cache.ints([]), stream=cache.stream)
+    cache.ops.zero_pages(cache.view.planes[:1], cache.ints([]), stream=cache.stream)
     cache.ops.zero_pages([], cache.ints([0]), stream=cache.stream)
 
     assert_same_planes(before, cache.host_planes())
@@ -78,10 +74,10 @@ def test_a_plane_of_another_geometry_is_refused(device: Device, rng: np.random.G
     """C14.2: all planes are checked before the first launch."""
     cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
     before = cache.host_planes()
-    listed = [(cache.view.k_pages, cache.geometries[0]), (cache.view.v_pages[1:], cache.geometries[1])]
+    first, (plane, geometry) = cache.view.planes
 
     with pytest.raises(MisuseError, match="plane v_code"):
-        cache.ops.zero_pages(listed, cache.ints([1]), stream=cache.stream)
+        cache.ops.zero_pages([first, (plane[1:], geometry)], cache.ints([1]), stream=cache.stream)
 
     assert_same_planes(before, cache.host_planes())
 

@@ -5,6 +5,7 @@ Each test names its scenario, S64 to S69.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from pagedkv.codecs import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.graphs import DecodeLoop
-from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.values.attention_shape import Route
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.paged_cache import Bits, PagedCache, assert_same_planes, bf16_noise, scattered_table
@@ -39,8 +39,7 @@ def to_bits(values: npt.NDArray[Any]) -> Bits:
 
 
 def scale_planes(cache: PagedCache) -> dict[str, Any]:
-    planes = {"k_scale": cache.view.k_scales, "v_scale": cache.view.v_scales}
-    return {role: plane for role, plane in planes.items() if plane is not None}
+    return {geometry.role: plane for plane, geometry in cache.view.planes if geometry.role.endswith("scale")}
 
 
 @pytest.mark.parametrize("profile", QUANTIZED)
@@ -72,7 +71,7 @@ def test_a_store_never_rewrites_the_scales_of_committed_rows(profile: str) -> No
         sequence = store.activate(prompt_tokens=100, output_tokens=20)
         loop.prefill(sequence, list(range(1, 101)))
         view = store.views["main"][0]
-        planes = [view.k_pages, view.v_pages, view.k_scales, view.v_scales]
+        planes = [plane for plane, _ in view.planes]
         first, second = store.page_ids(sequence)[:2]
         before = [(plane[first].copy(), plane[second, :, :36].copy()) for plane in planes]
         steps = sum(1 for _ in loop.decode([sequence]))
@@ -129,16 +128,14 @@ def test_unequal_scales_of_k_and_v_reach_every_route(device: Device, rng: np.ran
         assert error < 3 * FORMAT_ERROR[profile], "the errors of K and V add up to a little more than twice"
 
 
-@pytest.mark.parametrize("lost", ["k_scales", "v_scales"])
+@pytest.mark.parametrize("lost", ["k_scale_pages", "v_scale_pages"])
 @pytest.mark.parametrize("profile", QUANTIZED)
 def test_a_missing_scale_plane_raises(device: Device, profile: str, lost: str) -> None:
     """S67: None is no default scale."""
     view = PagedCache.build(device, profile, table=scattered_table(1, 1), rng=None).view
-    parts = {name: getattr(view, name) for name in ("k_pages", "v_pages", "k_scales", "v_scales", "block_table",
-             "head_dim", "kv_heads", "profile", "order", "max_context")}  # fmt: skip
 
-    with pytest.raises(MisuseError, match=f"plane {lost[:-1]} of profile {profile} was refused"):
-        PagedKVBatchLayerView(**{**parts, lost: None})
+    with pytest.raises(MisuseError, match=f"plane {lost.removesuffix('_pages')} of profile {profile} was refused"):
+        dataclasses.replace(view, **{lost: None})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("route", "width"), [("decode", 1), ("decode", 16), ("prefill", 20)])
@@ -192,7 +189,7 @@ def test_200_identical_prompts_agree_on_cold_and_reused_pages(
     seen = set()
     for turn in range(200):
         pages = rng.permutation(12).astype(np.int32)[np.newaxis]
-        device.copy(cache.view.block_table, pages, cache.stream)
+        device.copy(cache.view.block_tables, pages, cache.stream)
         first = turn % 3 * 24  # the prompt alone, or behind others that differ each time
         if first:
             cache.fill(rng, 0, 128, 10.0 ** (turn % 5))

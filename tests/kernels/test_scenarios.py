@@ -6,6 +6,7 @@ decide in `tests/graphs/`, and scales have `test_scale_scenarios.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -45,8 +46,7 @@ def poisoned(device: Device, profile: str, table: list[list[int]], **choices: An
 
 
 def planes_of(cache: PagedCache) -> list[Array]:
-    view = cache.view
-    return [plane for plane in (view.k_pages, view.v_pages, view.k_scales, view.v_scales) if plane is not None]
+    return [plane for plane, _ in cache.view.planes]
 
 
 def without_pages(planes: HostPlanes, pages: list[int], order: str = "page-major") -> HostPlanes:
@@ -112,8 +112,7 @@ def test_a_table_with_column_stride_2_is_refused(device: Device) -> None:
     view = cache.view
 
     with pytest.raises(MisuseError, match="block table was refused: expected C-contiguous int32"):
-        PagedKVBatchLayerView(view.k_pages, view.v_pages, None, None, view.block_table[:, ::2], 64, 2, view.profile,
-                              "page-major", 128)  # fmt: skip
+        dataclasses.replace(view, block_tables=view.block_tables[:, ::2], max_context=128)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -162,8 +161,7 @@ def test_a_workspace_is_used_again_by_a_smaller_plan(device: Device, filler: int
     cache = PagedCache.build(device, "bf16", head_dim=16, kv_heads=1, table=scattered_table(16, 128), rng=None)
     for row in range(16):
         cache.fill(rng, row, 8192 if row > 1 else 10)
-    narrow = PagedKVBatchLayerView(cache.view.k_pages, cache.view.v_pages, None, None, cache.view.block_table, 16, 1,
-                                   cache.view.profile, "page-major", 512)  # fmt: skip
+    narrow = dataclasses.replace(cache.view, max_context=512)
     workspace = device.zeros((workspace_bytes(AttentionShape("decode", 16, 2, 4, 1, 16, 8192)),), np.uint8)
 
     def attend(view: PagedKVBatchLayerView, q: Bits, rows: list[int], positions: list[int], space: Array) -> Bits:
@@ -192,8 +190,7 @@ def test_max_context_of_a_graph_is_not_seen_in_its_results(device: Device, profi
     table[0, :11] = scattered_table(1, 11, permutation=rng)[0]
     cache = PagedCache.build(device, profile, table=table, rng=rng)
     view = cache.view
-    tight = PagedKVBatchLayerView(view.k_pages, view.v_pages, view.k_scales, view.v_scales, view.block_table, 64, 2,
-                                  view.profile, view.order, tokens)  # fmt: skip
+    tight = dataclasses.replace(view, max_context=tokens)
     cache.fill(rng, 0, tokens)
     q = bf16_noise(rng, (1, 1, 4, 64))
     outs, arguments = [], (cache.put(q), cache.ints([tokens - 1]), cache.ints([0]))
@@ -293,7 +290,7 @@ def test_pages_that_are_moved_twice_give_the_same_bits(device: Device, profile: 
             moved = np.full(planes[role].nbytes, 0xFF, np.uint8).view(planes[role].dtype).reshape(planes[role].shape)
             moved[at(new)] = planes[role][at(old)]
             device.copy(device_plane, moved, cache.stream)
-        device.copy(cache.view.block_table, np.array([[*new, 19]], np.int32), cache.stream)
+        device.copy(cache.view.block_tables, np.array([[*new, 19]], np.int32), cache.stream)
         for route, result in zip(ROUTES, expected, strict=True):
             np.testing.assert_array_equal(result, cache.attend(q, [147], [0], route=route)[0])
         moved_planes = cache.host_planes()
@@ -384,7 +381,7 @@ def test_pages_behind_4_gib_are_addressed(device: Device, order: PageOrder) -> N
     for ids in ([0, 1, 2], [last - 1, last, last - 2]):
         cache = PagedCache.build(device, "nvfp4-g16", kv_heads=heads, order=order,
                                  table=np.array([[*ids, last]], np.int32), rng=None, allocate=device.zeros)  # fmt: skip
-        plane = cache.view.k_scales
+        plane = cache.view.k_scale_pages
         assert plane is not None
         assert plane.nbytes > 2**32
         assert plane.size > 2**31
@@ -392,15 +389,15 @@ def test_pages_behind_4_gib_are_addressed(device: Device, order: PageOrder) -> N
         outs.append(cache.attend(q[:, -4:].copy(), [146], [0], route="decode")[0])
         at = (ids,) if order == "page-major" else (slice(None), ids)
         contents = [array[at].copy() for array in planes_of(cache)]
-        listed = list(zip(planes_of(cache), cache.geometries, strict=True))
-        packed = device.zeros((PackedPlanes(cache.geometries, 3).total_bytes,), np.uint8)
+        listed = cache.view.planes
+        packed = device.zeros((PackedPlanes(cache.view.geometries, 3).total_bytes,), np.uint8)
         cache.ops.pack_pages(listed, cache.ints(ids), packed, stream=cache.stream)
         outs.append(cache.get(packed))
         cache.ops.zero_pages(listed, cache.ints(ids), stream=cache.stream)
         cache.ops.unpack_pages(listed, cache.ints(ids), packed, stream=cache.stream)
         for array, content in zip(planes_of(cache), contents, strict=True):
             np.testing.assert_array_equal(array[at], content)
-        cache.ops.zero_pages(list(zip(planes_of(cache), cache.geometries, strict=True)), cache.ints(ids[:2]),
+        cache.ops.zero_pages(cache.view.planes, cache.ints(ids[:2]),
                              stream=cache.stream)  # fmt: skip
         contents += [array[at].copy() for array in planes_of(cache)]
         results.append((outs, contents))
@@ -426,7 +423,7 @@ def test_a_page_stride_of_1_4_mb_reaches_page_4600() -> None:
             table = np.array([[*ids, 4600]], np.int32)
             cache = PagedCache.build(device, "bf16", head_dim=256, kv_heads=43, table=table, rng=None,
                                      allocate=device.zeros)  # fmt: skip
-            assert cache.geometries[0].page_stride_bytes * 4600 > 6.4e9
+            assert cache.view.geometries[0].page_stride_bytes * 4600 > 6.4e9
             results.append(cache.attend(q, [0], [0], route="prefill", new_rows=(k, v))[0])
             np.testing.assert_array_equal(k[0, :64].transpose(1, 0, 2), cache.view.k_pages[ids[0]])
 
@@ -505,12 +502,12 @@ def test_a_replay_does_not_see_what_became_of_the_objects_of_its_capture(
     for name, value in (("head_dim", 128), ("kv_heads", 7), ("max_context", 1), ("order", "head-major"),
                         ("arguments", ()), ("named_arrays", ())):  # fmt: skip
         object.__setattr__(view, name, value)
-    for array in (*arrays, *planes_of(cache), view.block_table, lse):
+    for array in (*arrays, *planes_of(cache), view.block_tables, lse):
         array.shape = (-1,)
     arrays.clear()
     selectors.clear()
     keywords.clear()
-    ops._kernels.clear()
+    ops.kernels._loaded.clear()
     del ops
     graph.launch(cache.stream)
 

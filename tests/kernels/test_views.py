@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from pagedkv.values.planes import plane_inventory
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table, to_device
 
-ROLE_OF = {"k_pages": "k_code", "v_pages": "v_code", "k_scales": "k_scale", "v_scales": "v_scale"}
+ROLE_OF = {"k_pages": "k_code", "v_pages": "v_code", "k_scale_pages": "k_scale", "v_scale_pages": "v_scale"}
 
 
 def parts(device: Device, profile: str = "k8v4", *, pages: int = 5) -> dict[str, Any]:
@@ -26,8 +27,8 @@ def parts(device: Device, profile: str = "k8v4", *, pages: int = 5) -> dict[str,
     }
     arguments: dict[str, Any] = {name: planes.get(role) for name, role in ROLE_OF.items()}  # type: ignore[call-overload]
     return {
-        **arguments, "block_table": device.zeros((2, 4), np.int32), "head_dim": 64, "kv_heads": 3, "profile": profile,
-        "order": "page-major", "max_context": 200,
+        **arguments, "block_tables": device.zeros((2, 4), np.int32), "head_dim": 64, "num_kv_heads": 3,
+        "storage": profile, "order": "page-major", "max_context": 200,
     }  # fmt: skip
 
 
@@ -49,14 +50,14 @@ def test_a_view_hands_kernels_the_strides_of_its_planes(device: Device, profile:
 
 def test_an_alias_names_the_profile(device: Device) -> None:
     """C0: aliases are accepted on input."""
-    view = PagedKVBatchLayerView(**{**parts(device, "nvfp4-g16"), "profile": "NVFP4-G16"})
+    view = PagedKVBatchLayerView(**{**parts(device, "nvfp4-g16"), "storage": "NVFP4-G16"})
 
-    assert view.profile is PROFILES["nvfp4-g16"]
+    assert view.storage is PROFILES["nvfp4-g16"]
 
 
 @pytest.mark.parametrize(("change", "named"), [
-    (lambda d, a: {"k_scales": None}, "plane k_scale"),
-    (lambda d, a: {"v_scales": None}, "plane v_scale"),
+    (lambda d, a: {"k_scale_pages": None}, "plane k_scale"),
+    (lambda d, a: {"v_scale_pages": None}, "plane v_scale"),
     (lambda d, a: {"k_pages": a["k_pages"].view(np.int8)}, "plane k_code"),
     (lambda d, a: {"v_pages": a["k_pages"]}, "plane v_code"),
     (lambda d, a: {"order": "head-major"}, "plane k_code"),
@@ -64,12 +65,12 @@ def test_an_alias_names_the_profile(device: Device) -> None:
     (lambda d, a: {"k_pages": a["k_pages"][:, :, ::-1]}, "not C-contiguous"),
     (lambda d, a: {"v_pages": a["v_pages"][1:]}, "plane v_code"),
     (lambda d, a: {"k_pages": a["k_pages"].reshape(-1)}, "plane k_code"),
-    (lambda d, a: {"block_table": d.zeros((2, 4), np.int64)}, "block table"),
-    (lambda d, a: {"block_table": d.zeros((8,), np.int32)}, "block table"),
+    (lambda d, a: {"block_tables": d.zeros((2, 4), np.int64)}, "block table"),
+    (lambda d, a: {"block_tables": d.zeros((8,), np.int32)}, "block table"),
     (lambda d, a: {"max_context": 257}, "max_context"),
     (lambda d, a: {"max_context": 0}, "max_context"),
-    (lambda d, a: {"kv_heads": 2}, "plane k_code"),
-    (lambda d, a: {"kv_heads": 0}, "kv_heads"),
+    (lambda d, a: {"num_kv_heads": 2}, "plane k_code"),
+    (lambda d, a: {"num_kv_heads": 0}, "num_kv_heads"),
 ])  # fmt: skip
 def test_a_view_that_lies_is_refused(device: Device, change: Any, named: str) -> None:
     """C14.2, reference: a lacking scale plane, other strides, another order, a table that is too narrow."""
@@ -84,7 +85,7 @@ def test_bf16_has_no_scale_planes(device: Device) -> None:
     arguments = parts(device, "bf16")
 
     with pytest.raises(MisuseError, match="plane k_scale of profile bf16"):
-        PagedKVBatchLayerView(**{**arguments, "k_scales": device.zeros((5, 3, 64, 1), np.uint16)})
+        PagedKVBatchLayerView(**{**arguments, "k_scale_pages": device.zeros((5, 3, 64, 1), np.uint16)})
 
 
 def test_planes_that_share_bytes_are_refused(device: Device) -> None:
@@ -117,10 +118,10 @@ def test_a_view_of_one_sequence_is_a_table_of_one_row(device: Device, rng: np.ra
     q = bf16_noise(rng, (1, 1, 4, 64))
     expected, _ = cache.attend(q, [69], [2], route="decode")
     view = cache.view
-    table_row = to_device(device, cache.stream, cache.table[2])
+    row = to_device(device, cache.stream, cache.table[2])
 
     single = PagedKVLayerView(
-        view.k_pages, view.v_pages, None, None, table_row, 64, 2, "bf16", "page-major", 128  # type: ignore[arg-type]
+        view.k_pages, view.v_pages, None, None, row, 64, 2, "bf16", "page-major", 128  # type: ignore[arg-type]
     )
 
     out = cache.put(np.zeros_like(q))
@@ -130,4 +131,4 @@ def test_a_view_of_one_sequence_is_a_table_of_one_row(device: Device, rng: np.ra
     )  # fmt: skip
     np.testing.assert_array_equal(expected, cache.get(out))
     with pytest.raises(MisuseError, match="table row"):
-        PagedKVLayerView(view.k_pages, view.v_pages, None, None, view.block_table, 64, 2, view.profile, view.order, 128)
+        dataclasses.replace(single, block_table=view.block_tables)

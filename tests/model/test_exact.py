@@ -83,10 +83,9 @@ def cache_digest(store: pk.Store, sequence: pk.Sequence) -> str:
     pages, committed = store.page_ids(sequence), store.committed_tokens(sequence)
     digest = hashlib.sha256()
     for view in store.views["main"]:
-        for plane in (view.k_pages, view.v_pages, view.k_scales, view.v_scales):
-            if plane is not None:
-                rows = np.moveaxis(plane[pages], 1, 2).reshape(len(pages) * 64, -1)[:committed]
-                digest.update(np.ascontiguousarray(rows).tobytes())
+        for plane, _ in view.planes:
+            rows = np.moveaxis(plane[pages], 1, 2).reshape(len(pages) * 64, -1)[:committed]
+            digest.update(np.ascontiguousarray(rows).tobytes())
     return digest.hexdigest()
 
 
