@@ -11,8 +11,8 @@ CuPy nor a compiler.
 
 from __future__ import annotations
 
+from pagedkv import codecs
 from pagedkv.clauses import Clause, clause, clauses
-from pagedkv.codecs import codecs
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Device, Event, Graph, Kernel, ModuleSpec, Stream, cpu_only
 from pagedkv.errors import (

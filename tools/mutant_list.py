@@ -93,7 +93,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C4.2", "V code comes after K scale", "pagedkv/values/profiles.py",
            "return tuple(planes)", "return tuple(sorted(planes, key=lambda plane: plane.role))",
            (HOST + "test_profiles.py",)),
-    Mutant("C4.4", "E2M1 nibbles are swapped", "pagedkv/codecs/codecs.py",
+    Mutant("C4.4", "E2M1 nibbles are swapped", "pagedkv/codecs/formats.py",
            "def pack_pairs(codes: BytesArray) -> BytesArray:",
            "def pack_pairs(codes: BytesArray) -> BytesArray:\n    codes = codes.reshape(*codes.shape[:-1], -1, 2)"
            "[..., ::-1].reshape(codes.shape)\n    return _pack(codes)\n\n\ndef _pack(codes: BytesArray) -> BytesArray:",

@@ -7,8 +7,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.codecs import codecs
-from pagedkv.codecs.codecs import CodecCounts, Kind
+from pagedkv import codecs
+from pagedkv.codecs import CodecCounts, Kind
 from tests.oracle import codec_oracle as oracle
 
 Side: TypeAlias = tuple[str, Kind]

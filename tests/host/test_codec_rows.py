@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from pagedkv.codecs import codecs
-from pagedkv.codecs.codecs import CodecCounts
+from pagedkv import codecs
+from pagedkv.codecs import CodecCounts
 from pagedkv.values.profiles import HEAD_DIMS_BF16, PROFILES, plane_schema
 from tests.host.codec_cases import (
     F32,

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pagedkv.codecs import codecs
-from pagedkv.codecs.codecs import CodecCounts, Kind
+from pagedkv import codecs
+from pagedkv.codecs import CodecCounts, Kind
 from pagedkv.errors import ConfigError, MisuseError, PagedKVError
 from tests.host.codec_cases import (
     FP4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagedkv.codecs import codecs
+from pagedkv import codecs
 from tests.host.codec_cases import assert_same_bits
 from tests.oracle import codec_oracle as oracle
 

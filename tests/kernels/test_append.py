@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.codecs import codecs
+from pagedkv import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import ConfigError, MisuseError
 from pagedkv.ops.ops import Ops

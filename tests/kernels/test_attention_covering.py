@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.codecs import codecs
+from pagedkv import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16
 from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.codecs import codecs
+from pagedkv import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.ops.ops import Ops

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
-from pagedkv.codecs import codecs
+from pagedkv import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.graphs import DecodeLoop
