@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from pagedkv.errors import CapacityError, ConfigError
 from pagedkv.values.config import CAPACITY_TOKENS_MAX, AutoCapacity, StoreConfig
-from pagedkv.values.layout import build_layout
+from pagedkv.values.layout import StoreLayout, build_layout
 from pagedkv.values.quantities import PAGE_TOKENS, pages_for_tokens
 
 
@@ -125,18 +125,22 @@ class CapacityPlan:
 
 
 def capacity_curve(config: StoreConfig) -> CapacityCurve:
-    """Return the line that the layout builder draws between M_min and M_max.  (C5.3, C5.4)
-
-    The layout is built at M_min, the two pages after it, half way and M_max; M_max may equal M_min.
-    """
+    """Return the line that the layout builder draws between M_min and M_max, checked at five M.  (C5.3, C5.4)"""
     low, high = config.pages_min, config.pages_max
     b_min = build_layout(config, pages=low).charged_bytes
     b_step = build_layout(config, pages=low + 1).charged_bytes - b_min
     curve = CapacityCurve(low, high, b_min, b_step)
     for pages in (low + 2, (low + high) // 2, high):
-        built = build_layout(config, pages=pages).charged_bytes
-        assert built == curve.bytes_at(pages), f"B is not affine: {built} bytes at {pages} pages, {curve}"
+        _layout_on(curve, config, pages)
     return curve
+
+
+def _layout_on(curve: CapacityCurve, config: StoreConfig, pages: int) -> StoreLayout:
+    """Build the layout at M; also under `python -O`, raise AssertionError if its bytes are not on the line.  (C5.4)"""
+    layout = build_layout(config, pages=pages)
+    if layout.charged_bytes != curve.bytes_at(pages):
+        raise AssertionError(f"B is not affine: {layout.charged_bytes} bytes at {pages} pages, {curve}")
+    return layout
 
 
 def plan(
@@ -169,8 +173,7 @@ def plan(
     if pages is None:
         raise _too_little(config, curve, free_bytes)
     resolved = config.with_pages(pages)
-    layout = build_layout(resolved)
-    assert layout.charged_bytes == curve.bytes_at(pages), f"{layout.charged_bytes} bytes at {pages} pages, {curve}"
+    layout = _layout_on(curve, resolved, pages)
     return CapacityPlan(
         config=resolved, pages=pages, pages_min=curve.pages_min, pages_max=curve.pages_max,
         bytes=layout.charged_bytes, b_min=curve.b_min, b_step=curve.b_step,
