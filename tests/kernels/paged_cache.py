@@ -97,6 +97,12 @@ class PagedCache:
         """Copy every plane to the host, by role."""
         return {geometry.role: self.get(plane) for plane, geometry in self.view.planes}
 
+    def overwrite(self, byte: int) -> None:
+        """Fill every plane with one byte; 0xFF is NaN in each format that has one."""
+        for plane, geometry in self.view.planes:
+            content = np.full(geometry.span_bytes, byte, np.uint8)
+            self.device.copy(plane, content.view(geometry.dtype).reshape(geometry.shape), self.stream)
+
     def append(
         self, k: Bits, v: Bits, first_positions: list[int], table_rows: list[int],
         valid_columns: list[int] | None = None,
@@ -138,11 +144,9 @@ class PagedCache:
     def attend(
         self, q: Bits, first_positions: list[int], table_rows: list[int], *, route: Route,
         new_rows: tuple[Bits, Bits] | None = None, valid_columns: list[int] | None = None, scale: float | None = None,
-        with_lse: bool = False,
-    ) -> tuple[Bits, npt.NDArray[np.float32] | None]:
+    ) -> tuple[Bits, npt.NDArray[np.float32]]:
         """Run causal attention of host queries (B, W, Hq, D); `new_rows` (k, v) are appended first."""
-        out = self.put(np.full(q.shape, MARK_BF16, np.uint16))
-        lse = self.put(np.full(q.shape[:3], np.float32(np.nan))) if with_lse else None
+        out, lse = self.put(np.full(q.shape, MARK_BF16, np.uint16)), self.put(np.full(q.shape[:3], np.float32(np.nan)))
         workspace = self.workspace(route, q)
         selectors = (self.ints(first_positions), self.ints(table_rows))
         valid = None if valid_columns is None else self.ints(valid_columns)
@@ -156,7 +160,7 @@ class PagedCache:
                 self.view, self.put(q), self.put(new_rows[0]), self.put(new_rows[1]), out, *selectors, route=route,
                 valid_columns=valid, scale=scale, lse=lse, workspace=workspace, stream=self.stream,
             )  # fmt: skip
-        return self.get(out), None if lse is None else self.get(lse)
+        return self.get(out), self.get(lse)
 
     def workspace(self, route: Route, q: Bits) -> Array | None:
         """Return a workspace of exactly the bytes that a call with these queries needs; None for 0."""

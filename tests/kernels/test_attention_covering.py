@@ -19,9 +19,9 @@ from pagedkv.devices.protocol import Device
 from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16
 from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
 from tests.kernels.covering import Case, Choice, legal_pairs, pairs_of, pairwise_covering
+from tests.kernels.criterion import check_causal, rows_of
 from tests.kernels.paged_cache import Bits, PagedCache, bf16_noise, scattered_table
-from tests.kernels.test_causal_attention import check_against_oracle
-from tests.oracle.attention_oracle import CRITERIA, StoredRows, attend, bf16_values, stored_rows
+from tests.oracle.attention_oracle import CRITERIA, StoredRows, attend, bf16_values
 
 CONTEXTS = (0, 1, 31, 32, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 8191, 8192)
 AXES: dict[str, tuple[Any, ...]] = {
@@ -128,10 +128,10 @@ def test_a_case_of_the_covering_meets_the_criterion(device: Device, rng: np.rand
     if values["writer"] == "append":
         new_rows = (np.repeat(k[:, context:], batch, axis=0), np.repeat(v[:, context:], batch, axis=0))
     valid = None if values["columns"] == "dense" else [live, width][:batch]
-    out, _ = cache.attend(q, [context] * batch, [0, -1][:batch], route=values["route"], new_rows=new_rows,
+    out, lse = cache.attend(q, [context] * batch, [0, -1][:batch], route=values["route"], new_rows=new_rows,
                           valid_columns=valid)  # fmt: skip
 
-    check_against_oracle(cache, q[0, :live], out[0, :live], None, position=context)
+    check_causal(cache, q[0, :live], out[0, :live], lse[0, :live], position=context)
     assert not out[0, live:].any()
     assert not out[1:].any()
 
@@ -144,10 +144,10 @@ def test_long_contexts_meet_the_criterion(device: Device, rng: np.random.Generat
     cache.fill(rng, 0, 40_000)
     q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (3, 1, 1))
 
-    out, lse = cache.attend(q, [40_000], [0], route="decode", new_rows=(k, v), with_lse=True)
+    out, lse = cache.attend(q, [40_000], [0], route="decode", new_rows=(k, v))
     prefilled, _ = cache.attend(q, [40_000], [0], route="prefill")
 
-    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=40_000)
+    check_causal(cache, q[0], out[0], lse[0], position=40_000)
     np.testing.assert_array_equal(out, prefilled)
 
 
@@ -184,8 +184,7 @@ def test_the_criterion_sees_a_five_percent_error_in_k(device: Device, rng: np.ra
         cache.append(k, v, [0], [0])
         q = draw_rows(rng, inputs, (1, 1, 8, 64))
         out, _ = cache.attend(q, [149], [0], route="decode")
-        rows = stored_rows(profile, cache.host_planes(), order="page-major", pages=cache.table[0].tolist(), tokens=150,
-                           kv_heads=2, head_dim=64)  # fmt: skip
+        rows = rows_of(cache, 0, 150)
         reference, _ = attend(profile, q[0], StoredRows(rows.k * 1.05, rows.v), positions=[149], scale=64**-0.5)
         errors[inputs] = float(np.linalg.norm(bf16_values(out[0]) - reference) / np.linalg.norm(reference))
         if inputs == "unit":

@@ -17,30 +17,12 @@ from pagedkv.values import attention_shape
 from pagedkv.values.attention_shape import AttentionShape, Route, key_groups, workspace_bytes
 from pagedkv.values.profiles import PROFILES
 from tests.checkout import ROOT
-from tests.kernels.paged_cache import Bits, PagedCache, assert_same_planes, bf16_noise, scattered_table, to_device
-from tests.oracle.attention_oracle import CRITERIA, attend, stored_rows
+from tests.kernels.criterion import check_causal, check_step
+from tests.kernels.paged_cache import PagedCache, assert_same_planes, bf16_noise, scattered_table, to_device
 
 ROUTES: list[Route] = ["decode", "prefill"]
 VARIANTS = [("bf16", 64), ("bf16", 80), ("int8-g64", 128), ("fp8-e4m3-row", 256), ("nvfp4-g16", 64), ("k8v4", 128)]
 BF16_NAN = 0x7FC0
-
-
-def check_against_oracle(
-    cache: PagedCache, q: Bits, out: Bits, lse: npt.NDArray[np.float32] | None, *, position: int, row: int = 0,
-    scale: float | None = None,
-) -> float:
-    """Compare the columns of one batch entry (W, Hq, D) with FP64 attention over what the cache now holds."""
-    view = cache.view
-    positions = [position + column for column in range(q.shape[0])]
-    rows = stored_rows(
-        view.storage.name, cache.host_planes(), order=view.order, pages=cache.table[row].tolist(),
-        tokens=positions[-1] + 1, kv_heads=view.num_kv_heads, head_dim=view.head_dim,
-    )  # fmt: skip
-    factor = view.head_dim**-0.5 if scale is None else scale
-    reference, reference_lse = attend(view.storage.name, q, rows, positions=positions, scale=factor)
-    if lse is not None:
-        np.testing.assert_allclose(lse, reference_lse, rtol=2e-6, atol=2e-6)
-    return CRITERIA[view.storage.name].assert_met(out, reference)
 
 
 # ---- the criterion -------------------------------------------------------------------------------------------------
@@ -52,13 +34,8 @@ def test_a_decode_step_meets_the_criterion(
     device: Device, rng: np.random.Generator, profile: str, head_dim: int, position: int
 ) -> None:
     """codecs 7: W = 1 around pages, group 3, unit RMS; the row is appended by the same call."""
-    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(2, 3, permutation=rng), rng=rng)
-    cache.fill(rng, 1, position)
-    q, k, v = (bf16_noise(rng, (1, 1, heads, head_dim)) for heads in (6, 2, 2))
-
-    out, lse = cache.attend(q, [position], [1], route="decode", new_rows=(k, v), with_lse=True)
-
-    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=position, row=1)
+    check_step(device, rng, profile, scattered_table(2, 3, permutation=rng), position=position, query_heads=6, row=1,
+               head_dim=head_dim)  # fmt: skip
 
 
 @pytest.mark.parametrize(("route", "width", "position"), [
@@ -70,40 +47,23 @@ def test_several_columns_meet_the_criterion(
     device: Device, rng: np.random.Generator, profile: str, head_dim: int, route: Route, width: int, position: int
 ) -> None:
     """codecs 7: verify widths and prefill chunks that cross pages."""
-    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 3), rng=rng)
-    cache.fill(rng, 0, position)
-    q, k, v = (bf16_noise(rng, (1, width, heads, head_dim)) for heads in (8, 2, 2))
-
-    out, lse = cache.attend(q, [position], [0], route=route, new_rows=(k, v), with_lse=True)
-
-    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=position)
+    check_step(device, rng, profile, scattered_table(1, 3), position=position, width=width, query_heads=8, route=route,
+               head_dim=head_dim)  # fmt: skip
 
 
-@pytest.mark.parametrize("scale", [0.25, 1.8])
+@pytest.mark.parametrize("rms", [0.25, 1.8])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_other_input_ranges_meet_the_criterion(
-    device: Device, rng: np.random.Generator, profile: str, scale: float
+    device: Device, rng: np.random.Generator, profile: str, rms: float
 ) -> None:
     """codecs 7: the narrow set, and RMS 1.8 at W = 16."""
-    cache = PagedCache.build(device, profile, table=scattered_table(1, 3), rng=rng)
-    cache.fill(rng, 0, 100, scale)
-    q, k, v = (bf16_noise(rng, (1, 16, heads, 64), scale) for heads in (2, 2, 2))
-
-    out, _ = cache.attend(q, [100], [0], route="decode", new_rows=(k, v))
-
-    check_against_oracle(cache, q[0], out[0], None, position=100)
+    check_step(device, rng, profile, scattered_table(1, 3), position=100, width=16, query_heads=2, rms=rms)
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 4, 6, 8, 16])
 def test_every_group_size_reads_its_own_kv_head(device: Device, rng: np.random.Generator, group_size: int) -> None:
     """C4.5: query head h reads KV head h // (Hq / Hkv), for tiles that hold parts of columns."""
-    cache = PagedCache.build(device, "bf16", kv_heads=3, table=scattered_table(1, 2), rng=rng)
-    cache.fill(rng, 0, 70)
-    q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (3 * group_size, 3, 3))
-
-    out, _ = cache.attend(q, [70], [0], route="decode", new_rows=(k, v))
-
-    check_against_oracle(cache, q[0], out[0], None, position=70)
+    check_step(device, rng, "bf16", scattered_table(1, 2), position=70, width=3, query_heads=3 * group_size, kv_heads=3)
 
 
 @pytest.mark.parametrize("position", [510, 511, 512, 1023, 1024, 1025, 4095, 4096, 8191, 8192])
@@ -112,13 +72,8 @@ def test_contexts_of_several_key_groups_meet_the_criterion(
     device: Device, rng: np.random.Generator, profile: str, position: int
 ) -> None:
     """C14.6: around the ends of key groups, where decode leaves partial results to the merge."""
-    cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 129, permutation=rng), rng=rng)
-    cache.fill(rng, 0, position)
-    q, k, v = (bf16_noise(rng, (1, 2, heads, 64)) for heads in (3, 1, 1))
-
-    out, lse = cache.attend(q, [position], [0], route="decode", new_rows=(k, v), with_lse=True)
-
-    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=position)
+    check_step(device, rng, profile, scattered_table(1, 129, permutation=rng), position=position, width=2,
+               query_heads=3, kv_heads=1)  # fmt: skip
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -127,26 +82,14 @@ def test_head_major_planes_of_every_bf16_head_dim(
     device: Device, rng: np.random.Generator, head_dim: int, route: Route
 ) -> None:
     """C3.4, C4.5: the draft pool's order."""
-    table = scattered_table(1, 3)
-    cache = PagedCache.build(device, "bf16", head_dim=head_dim, kv_heads=3, order="head-major", table=table, rng=rng)
-    cache.fill(rng, 0, 125)
-    q, k, v = (bf16_noise(rng, (1, 5, heads, head_dim)) for heads in (6, 3, 3))
-
-    out, _ = cache.attend(q, [125], [0], route=route, new_rows=(k, v))
-
-    check_against_oracle(cache, q[0], out[0], None, position=125)
+    check_step(device, rng, "bf16", scattered_table(1, 3), position=125, width=5, query_heads=6, kv_heads=3,
+               route=route, head_dim=head_dim, order="head-major")  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.03, 1.0, -0.125])
 def test_the_scale_multiplies_the_scores(device: Device, rng: np.random.Generator, scale: float) -> None:
     """C14.4: any finite scale; zero makes the softmax uniform."""
-    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 2), rng=rng)
-    cache.fill(rng, 0, 80)
-    q = bf16_noise(rng, (1, 1, 4, 64))
-
-    out, lse = cache.attend(q, [79], [0], route="decode", scale=scale, with_lse=True)
-
-    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=79, scale=scale)
+    check_step(device, rng, "bf16", scattered_table(1, 2), position=79, scale=scale)
 
 
 @pytest.mark.parametrize("position", [0, 6, 14, 30, 31])
@@ -156,9 +99,9 @@ def test_a_zero_query_averages_the_values(device: Device, rng: np.random.Generat
     cache.fill(rng, 0, position + 1)
     q = np.zeros((1, 1, 4, 64), np.uint16)
 
-    out, _ = cache.attend(q, [position], [0], route="decode")
+    out, lse = cache.attend(q, [position], [0], route="decode")
 
-    check_against_oracle(cache, q[0], out[0], None, position=position)
+    check_causal(cache, q[0], out[0], lse[0], position=position)
 
 
 def test_the_only_key_is_the_output(device: Device, rng: np.random.Generator) -> None:
@@ -187,17 +130,16 @@ def test_inert_columns_are_zero_and_write_nothing(device: Device, rng: np.random
         for entry, count in enumerate(valid):
             inputs[entry, count:] = BF16_NAN
 
-    out, lse = cache.attend(q, [60, 60, 60], [-1, 2, 0], route="decode", new_rows=(k, v), valid_columns=valid,
-                            with_lse=True)  # fmt: skip
+    rows = [-1, 2, 0]
+    out, lse = cache.attend(q, [60, 60, 60], rows, route="decode", new_rows=(k, v), valid_columns=valid)
 
-    assert lse is not None
-    assert_same_planes(cache.with_rows(before, k, v, [60, 60, 60], [-1, 2, 0], valid), cache.host_planes())
+    assert_same_planes(cache.with_rows(before, k, v, [60, 60, 60], rows, valid), cache.host_planes())
     for entry, count in enumerate(valid):
         assert not out[entry, count:].any(), "inert columns are exact +0"
         assert np.isneginf(lse[entry, count:]).all()
         if count:
-            check_against_oracle(cache, q[entry, :count], out[entry, :count], lse[entry, :count], position=60,
-                                 row=[-1, 2, 0][entry])  # fmt: skip
+            live = (entry, slice(count))
+            check_causal(cache, q[live], out[live], lse[live], position=60, row=rows[entry])
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -207,10 +149,9 @@ def test_an_entry_without_a_table_row_is_inert(device: Device, rng: np.random.Ge
     before = cache.host_planes()
     q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (4, 2, 2))
 
-    out, lse = cache.attend(q, [5], [-1], route=route, new_rows=(k, v), with_lse=True)
+    out, lse = cache.attend(q, [5], [-1], route=route, new_rows=(k, v))
 
     assert not out.any()
-    assert lse is not None
     assert np.isneginf(lse).all()
     assert_same_planes(before, cache.host_planes())
 
@@ -226,9 +167,7 @@ def test_stale_bytes_behind_the_frontier_have_no_effect(
     for stale in (0x00, 0xFF):
         seeded = np.random.default_rng(7)
         cache = PagedCache.build(device, profile, table=table, rng=rng)
-        for plane, geometry in cache.view.planes:
-            poison = np.full(geometry.span_bytes, stale, np.uint8)
-            device.copy(plane, poison.view(geometry.dtype).reshape(geometry.shape), cache.stream)
+        cache.overwrite(stale)
         cache.fill(seeded, 0, 70)
         q, k, v = (bf16_noise(seeded, (1, 3, heads, 64)) for heads in (4, 2, 2))
         results.append(cache.attend(q, [70], [0], route=route, new_rows=(k, v))[0])
