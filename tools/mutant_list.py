@@ -419,7 +419,7 @@ MUTANTS: tuple[Mutant, ...] = (
            '        check_array(name, plane, geometry.dtype, shape, "C14.2")\n', "",
            ("tests/kernels/test_views.py",)),
     Mutant("C14.2", "a workspace that is too small is accepted", "pagedkv/ops/attention.py",
-           "if given_bytes < needed_bytes:", "if False:", (ATTENTION,)),
+           "if given_bytes < needed_bytes:", "if False:", ("tests/kernels/test_refused_calls.py",)),
     Mutant("C14.4", "inert columns are written", "cuda_src/kernels/append.cu",
            "if (live_columns != nullptr && column >= live_columns[entry]) return place;", "", (APPEND,)),
     Mutant("C10.5", "the last committed column of a tail is left behind", "pagedkv/ops/page_moves.py",

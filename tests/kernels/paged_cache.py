@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import codecs
-from pagedkv.devices.protocol import Array, Device, Stream
+from pagedkv.devices.protocol import Array, Device, Graph, Stream
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
@@ -92,6 +92,16 @@ class PagedCache:
     def ints(self, values: list[int]) -> Array:
         """Return a device array of int32 selectors."""
         return self.put(np.array(values, np.int32))
+
+    def set(self, array: Array, values: Any) -> None:
+        """Copy numbers over a device array of selectors, or a host array over one of its shape."""
+        self.device.copy(array, np.asarray(values, array.dtype), self.stream)
+
+    def capture(self, op: Callable[..., None], *arguments: Any, **keywords: Any) -> Graph:
+        """Record one call of an op with this cache's view."""
+        self.device.begin_capture(self.stream)
+        op(self.view, *arguments, **keywords, stream=self.stream)
+        return self.device.end_capture(self.stream)
 
     def host_planes(self) -> HostPlanes:
         """Copy every plane to the host, by role."""

@@ -152,10 +152,9 @@ def test_every_route_reads_both_scales(
         host = cache.get(plane)
         # One step of the exponent field: FP16 has ten bits of mantissa, E4M3 three.
         step = 1 << 10 if host.dtype == np.uint16 else 1 << 3
-        device.copy(plane, np.where(host & (0x7C00 if step > 8 else 0x78), host + step, host).astype(host.dtype),
-                    cache.stream)  # fmt: skip
+        cache.set(plane, np.where(host & (0x7C00 if step > 8 else 0x78), host + step, host))
         outs[role], _ = cache.attend(q, [150 - width], [0], route=route)
-        device.copy(plane, host, cache.stream)
+        cache.set(plane, host)
 
     np.testing.assert_array_equal(2 * to_floats(before), to_floats(outs["v_scale"]))
     assert (before != outs["k_scale"]).mean() > 0.5
@@ -187,8 +186,7 @@ def test_200_identical_prompts_agree_on_cold_and_reused_pages(
     q, k, v = (bf16_noise(rng, (1, 40, heads, 64)) for heads in (2, 1, 1))
     seen = set()
     for turn in range(200):
-        pages = rng.permutation(12).astype(np.int32)[np.newaxis]
-        device.copy(cache.view.block_tables, pages, cache.stream)
+        cache.set(cache.view.block_tables, rng.permutation(12)[np.newaxis])
         first = turn % 3 * 24  # the prompt alone, or behind others that differ each time
         if first:
             cache.fill(rng, 0, 128, 10.0 ** (turn % 5))

@@ -94,10 +94,9 @@ def test_a_page_id_is_never_a_token_slot(device: Device, profile: str) -> None:
         q = bf16_noise(rng, (1, 1, 4, 64))
         results.append(cache.attend(q, [199], [0], route="decode")[0])
         out = cache.put(np.full_like(q, MARK_BF16))
-        arguments = (cache.view, cache.put(q), out, cache.ints([199]), cache.ints([0]))
-        device.begin_capture(cache.stream)
-        cache.ops.causal_attention_cached(*arguments, route="decode", workspace=None, stream=cache.stream)
-        device.end_capture(cache.stream).launch(cache.stream)
+        arguments = (cache.put(q), out, cache.ints([199]), cache.ints([0]))
+        graph = cache.capture(cache.ops.causal_attention_cached, *arguments, route="decode", workspace=None)
+        graph.launch(cache.stream)
         results.append(cache.get(out))
 
     for result in results[1:]:
@@ -129,19 +128,16 @@ def test_padding_rows_of_a_graph_touch_nothing(device: Device, profile: str) -> 
     out = cache.put(np.full_like(q, MARK_BF16))
     selectors = [cache.ints([0] * 8), cache.ints(list(range(8))), cache.ints([2] * 8)]
     inputs = tuple(map(cache.put, (q, k, v)))
-    device.begin_capture(cache.stream)
-    cache.ops.causal_attention(cache.view, inputs[0], inputs[1], inputs[2], out, selectors[0], selectors[1],
-                               valid_columns=selectors[2], route="decode", workspace=None,
-                               stream=cache.stream)  # fmt: skip
-    graph = device.end_capture(cache.stream)
+    graph = cache.capture(cache.ops.causal_attention, *inputs, out, *selectors[:2], valid_columns=selectors[2],
+                          route="decode", workspace=None)  # fmt: skip
     before = cache.host_planes()
     expected, _ = cache.attend(q[:5], positions[:5], rows_[:5], route="decode", new_rows=(k[:5], v[:5]))
     written = cache.host_planes()
     for plane, role in zip(planes_of(cache), before, strict=True):
-        device.copy(plane, before[role], cache.stream)
+        cache.set(plane, before[role])
 
     for selector, content in zip(selectors, (positions, rows_, valid), strict=True):
-        device.copy(selector, np.array(content, np.int32), cache.stream)
+        cache.set(selector, content)
     graph.launch(cache.stream)
 
     found = cache.get(out)
@@ -287,8 +283,8 @@ def test_pages_that_are_moved_twice_give_the_same_bits(device: Device, profile: 
         for role, device_plane in zip(planes, planes_of(cache), strict=True):
             moved = np.full(planes[role].nbytes, 0xFF, np.uint8).view(planes[role].dtype).reshape(planes[role].shape)
             moved[at(new)] = planes[role][at(old)]
-            device.copy(device_plane, moved, cache.stream)
-        device.copy(cache.view.block_tables, np.array([[*new, 19]], np.int32), cache.stream)
+            cache.set(device_plane, moved)
+        cache.set(cache.view.block_tables, [[*new, 19]])
         for route, result in zip(ROUTES, expected, strict=True):
             np.testing.assert_array_equal(result, cache.attend(q, [147], [0], route=route)[0])
         moved_planes = cache.host_planes()
