@@ -88,8 +88,8 @@ MUTANTS: tuple[Mutant, ...] = (
            (HOST + "test_config.py", HOST + "test_planes.py", HOST + "test_layout.py")),
     # ---- profiles
     Mutant("C4.1", "an unknown profile is bf16", "pagedkv/values/profiles.py",
-           "found = PROFILES.get(_ALIASES.get(name, name))",
-           'found = PROFILES.get(_ALIASES.get(name, name), PROFILES["bf16"])', (HOST + "test_profiles.py",)),
+           "named = PROFILES.get(_ALIASES.get(name, name))",
+           'named = PROFILES.get(_ALIASES.get(name, name), PROFILES["bf16"])', (HOST + "test_profiles.py",)),
     Mutant("C4.2", "V code comes after K scale", "pagedkv/values/profiles.py",
            "return tuple(planes)", "return tuple(sorted(planes, key=lambda plane: plane.role))",
            (HOST + "test_profiles.py",)),

@@ -106,7 +106,7 @@ def unpack_pairs(packed: BytesArray) -> BytesArray:
 
 
 def check_dtype(array: object, dtype: type[np.generic], refused: str, clause: str) -> None:
-    """Refuse what is no NumPy array of that dtype."""
+    """Refuse an object that is no NumPy array of that dtype."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         got = str(array.dtype) if isinstance(array, np.ndarray) else type(array).__name__
         raise MisuseError(refused, expected=f"a NumPy array of {np.dtype(dtype)}", got=got,

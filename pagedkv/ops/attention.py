@@ -1,4 +1,4 @@
-"""Attention: causal over what a sequence holds, and of a draft block over its whole context.  (C14.4, C14.6)
+"""Attention: causal over a sequence, and of a draft block over its whole context.  (C14.4, C14.6)
 
     decode, context   one block for each tile of query rows and key group; a merge where there are several groups
     prefill           one block for each tile of query rows
@@ -24,7 +24,7 @@ from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, ROLES
 
 ATTENTION_BLOCK = (128, 1, 1)
 SCALE_MAX = 1e38
-"""Times log2(e) it is still a finite float32, which is what kernels multiply scores with."""
+"""Kernels multiply scores with the scale times log2(e), which must be a finite float32."""
 
 
 def causal_attention(
@@ -57,7 +57,7 @@ def causal_attention_cached(
     route: Route, valid_columns: Array | None = None, scale: float | None = None, lse: Array | None = None,
     workspace: Array | None, stream: Stream,
 ) -> None:
-    """Attend as `causal_attention` does, over what the cache holds; no byte of it changes.  (C14.4)
+    """Attend as `causal_attention` does, over the cache; no byte of the cache changes.  (C14.4)
 
     Launches: 1, or 2 where decode spans several key groups.  Raises: as `causal_attention`.
     """
@@ -150,7 +150,7 @@ class _Call:
         return shape, _checked_scale(scale, view.head_dim)
 
     def launch_causal(self, ops: HasKernels, shape: AttentionShape, factor: float, stream: Stream) -> None:
-        """Launch causal attention over what the cache holds."""
+        """Launch causal attention over the cache."""
         arguments = (self.q, self.out, self.lse, *self.view.arguments, *self.last_arguments(shape, factor))
         kernels = ops.kernels.attention(self.view.storage, self.view.head_dim)
         if shape.route == "prefill":

@@ -1,7 +1,7 @@
-"""What an op reads and writes of one layer's cache: planes, block table, geometry.  (C14.1, C14.2)
+"""Views: planes, block table and geometry of one layer's cache, which an op reads and writes.  (C14.1, C14.2)
 
 A view owns nothing and knows no allocator, request, reservation or frontier; positions, lengths and row selectors are
-inputs of each op.  A view is checked once, when it is made, so that the ops need not check it again:
+inputs of each op.  A view is checked once, at construction, so that the ops need not check it again:
 
     k_pages, v_pages               code planes, PlaneGeometry.shape of their role, C-contiguous, 256-byte aligned
     k_scale_pages, v_scale_pages   scale planes, exactly when the profile has them
@@ -159,7 +159,7 @@ class PagedKVLayerView:
 
     @cached_property
     def batched(self) -> PagedKVBatchLayerView:
-        """The same planes with the row as a table of one row: what the ops take, with table_rows = [0]."""
+        """The same planes with the row as a table of one row, for the ops, with table_rows = [0]."""
         return PagedKVBatchLayerView(
             self.k_pages, self.v_pages, self.k_scale_pages, self.v_scale_pages, self.block_table.reshape(1, -1),
             self.head_dim, self.num_kv_heads, self.storage, self.order, self.max_context,
@@ -167,7 +167,7 @@ class PagedKVLayerView:
 
 
 def check_view(view: object) -> None:
-    """Refuse what is no view of a batch."""
+    """Refuse an object that is no view of a batch."""
     if not isinstance(view, PagedKVBatchLayerView):
         raise MisuseError("the view", expected="a PagedKVBatchLayerView", got=type(view).__name__,
                           remedy="pass store.views[pool][layer], or `batched` of a PagedKVLayerView", clause="C14.1")

@@ -1,15 +1,15 @@
-"""What a store is built from: geometry, profile, limits, capacity and backend.
+"""The configuration of a store: geometry, profile, limits, capacity and backend.
 
-A configuration is a value: it is checked once, when it is made, and everything derived from it
-(pools, pages, entitlement arithmetic) is arithmetic on it.  (C3.3, C3.4, C4.5, C5.1, C5.2, C5.6)
+A configuration is a value.  It is checked once, at construction; pools, pages and entitlements are
+arithmetic on it.  (C3.3, C3.4, C4.5, C5.1, C5.2, C5.6)
 
     S  max_context       tokens a sequence may reach; never rounded
     C  max_concurrency   active sequences at once
     L  blocks            ceil(S / P), the width of every block table
     M  main_pages        page groups of the Main pool
 
-Automatic capacity is a wish until the planner has resolved it: `with_pages(M)` gives the configuration with that M
-made explicit, and the ledgers, planes and views are built from such a one only.
+The planner resolves an automatic capacity: `with_pages(M)` gives the configuration with that M as its explicit
+capacity.  Ledgers, planes and views are built from a resolved configuration only.
 
 A configuration in JSON has every field of the dataclasses by its own name.  An absent field takes its default, an
 unknown field is refused:
@@ -46,10 +46,10 @@ CAPACITY_TOKENS_MAX = 1 << 36
 """2^30 pages: ids are int32, and a backend's lead and the guard page come on top (C3.6, C5.6)."""
 
 GRAPH_ALLOWANCE_BYTES_PER_LANE = 12 << 20
-"""What a plan sets aside for captured graphs, their buffers and allocator rounding, per lane, unless told better.
+"""The default allowance for captured graphs, their buffers and allocator rounding, per lane.
 
-An estimate, known from another implementation on an RTX 5090 without a draft; `Store.graph_bytes` says what the
-buffers of the captured units took, and `graph_allowance_bytes` replaces the estimate."""
+An estimate, known from another implementation on an RTX 5090 without a draft.  `Store.graph_bytes` says how many
+bytes the buffers of the captured units take; `graph_allowance_bytes` replaces the estimate."""
 
 
 def _require_int(what: str, value: object, low: int, high: int, clause: str) -> None:
@@ -102,7 +102,7 @@ class ExplicitCapacity:
 class AutoCapacity:
     """Main capacity from the memory that is free when the store opens, resolved once.  (C5.3)
 
-    Open the store after the weights are loaded: what is in use then is not free.
+    Open the store after the weights are loaded, so that their memory does not count as free.
 
     Args:
         headroom_bytes: R, free memory that the plan leaves alone.
@@ -168,13 +168,13 @@ Capacity = ExplicitCapacity | AutoCapacity
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """One pool, resolved: what its ledger, planes and views are built from.  (C3.1, C3.4)
+    """One resolved pool: the source of its ledger, planes and views.  (C3.1, C3.4)
 
     Attributes:
         pages: page groups that leases may name, ids 0 to pages - 1.
         lead_tokens: how far beyond the sequence's own budget a row may write provisionally; both together are
             reserved in whole pages.
-        guard_pages: page groups behind them that no lease ever names; 1 in sanitizer mode (C11.1).
+        guard_pages: page groups behind the last id, which no lease names; 1 in sanitizer mode (C11.1).
     """
 
     name: str
@@ -274,7 +274,7 @@ class StoreConfig:
             raise ConfigError(
                 "AutoCapacity.min_tokens", expected=f"at most {self.pages_max * PAGE_TOKENS} tokens",
                 got=f"{self.kv_capacity.min_tokens} tokens",
-                remedy="more than max_concurrency whole sequences can be used by nobody", clause="C5.1",
+                remedy="lower it: nobody can use more than max_concurrency whole sequences", clause="C5.1",
             )
 
     def _check_reservations(self) -> None:
@@ -330,9 +330,9 @@ class StoreConfig:
 
     @property
     def pages_least(self) -> int:
-        """Least acceptable Main pages: M_min, or what `AutoCapacity.min_tokens` takes, if more.  (C5.1, C5.3)"""
-        wanted = self.kv_capacity.min_tokens if isinstance(self.kv_capacity, AutoCapacity) else None
-        return max(self.pages_min, pages_for_tokens(wanted or 0))
+        """Least acceptable Main pages: M_min or the pages of `AutoCapacity.min_tokens`, the larger.  (C5.1, C5.3)"""
+        least_tokens = self.kv_capacity.min_tokens if isinstance(self.kv_capacity, AutoCapacity) else None
+        return max(self.pages_min, pages_for_tokens(least_tokens or 0))
 
     @property
     def decode_columns(self) -> int:
@@ -379,11 +379,11 @@ class StoreConfig:
         return self.pools_at(self.main_pages)
 
     def with_pages(self, pages: int) -> StoreConfig:
-        """Return this configuration with M made explicit.  (C5.2, C5.3)"""
+        """Return this configuration with the explicit capacity of M = pages.  (C5.2, C5.3)"""
         return replace(self, kv_capacity=ExplicitCapacity(pages * PAGE_TOKENS))
 
     def pools_at(self, pages: int) -> tuple[PoolConfig, ...]:
-        """Return the growing pools as they are at M = pages, whatever the capacity says.  (C3.3, C5.6)"""
+        """Return the growing pools at M = pages; the configured capacity is ignored.  (C3.3, C5.6)"""
         guard = int(self.sanitizer)
         main = PoolConfig("main", self.resolved_profile, self.geometry, "page-major", pages, 0, guard)
         backend = self.backend
@@ -411,11 +411,7 @@ def config_as_json(config: StoreConfig) -> dict[str, object]:
 
 
 def config_from_json(given: object) -> StoreConfig:
-    """Return the configuration that `config_as_json` wrote.
-
-    Raises:
-        ConfigError: no such object, an unknown field, or a value that the configuration refuses.
-    """
+    """Return the configuration that `config_as_json` wrote; refuse anything else (ConfigError)."""
     if not isinstance(given, dict):
         raise _json_refusal("an object with the fields of a StoreConfig", given)
     config: StoreConfig = _build(StoreConfig, {name: _from_json(value) for name, value in given.items()})
@@ -452,4 +448,4 @@ def _build(kind: type[Any], values: dict[str, object]) -> Any:
 
 def _json_refusal(expected: str, got: object) -> ConfigError:
     return ConfigError("a configuration in JSON", expected=expected, got=repr(got),
-                       remedy="take what config_as_json wrote, with the same version of the library", clause="C5.2")
+                       remedy="use the output of config_as_json, with the same version of the library", clause="C5.2")

@@ -83,7 +83,7 @@ class Vector(NamedTuple):
     free_bytes: int
     headroom_bytes: int
     least: int
-    wanted: int
+    most: int
 
 
 # ---- the line -----------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_pages_are_what_free_memory_above_headroom_holds(
 ) -> None:
     """M = min(M_max, M_min + floor((F - R - B_min) / B_step)).  (C5.2, C5.3)"""
     budget = asked.free_bytes - asked.headroom_bytes
-    chosen = VECTORS.choose(budget_bytes=budget, least=asked.least, wanted=asked.wanted)
+    chosen = VECTORS.choose(budget_bytes=budget, least=asked.least, most=asked.most)
 
     assert chosen == pages
     assert (pages * 64, VECTORS.bytes_at(pages)) == (tokens, reserved_bytes)
@@ -116,7 +116,7 @@ def test_too_little_memory_is_no_answer_never_fewer_or_negative_pages(asked: Vec
     """F < R, F - R < B_min, F below an explicit B(M), F below min_tokens.  (C5.3, S77)"""
     budget = asked.free_bytes - asked.headroom_bytes
 
-    assert VECTORS.choose(budget_bytes=budget, least=asked.least, wanted=asked.wanted) is None
+    assert VECTORS.choose(budget_bytes=budget, least=asked.least, most=asked.most) is None
 
 
 def test_slack_stays_between_headroom_and_headroom_plus_a_step() -> None:
@@ -124,7 +124,7 @@ def test_slack_stays_between_headroom_and_headroom_plus_a_step() -> None:
     headroom = 50
     seen = set()
     for free in range(1050, 1700):
-        pages = VECTORS.choose(budget_bytes=free - headroom, least=2, wanted=6)
+        pages = VECTORS.choose(budget_bytes=free - headroom, least=2, most=6)
         assert pages is not None
         slack = free - VECTORS.bytes_at(pages)
         assert headroom <= slack
