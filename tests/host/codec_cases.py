@@ -25,6 +25,7 @@ INT8: Side = ("int8-g64", "k")
 FP8: Side = ("fp8-e4m3-row", "v")
 FP4: Side = ("nvfp4-g16", "k")
 
+Rng: TypeAlias = np.random.Generator
 F32: TypeAlias = npt.NDArray[np.float32]
 F64: TypeAlias = npt.NDArray[np.float64]
 U8: TypeAlias = npt.NDArray[np.uint8]

@@ -25,6 +25,7 @@ from tests.host.codec_cases import (
     SIDES,
     U8,
     U16,
+    Rng,
     Side,
     assert_is_expected,
     assert_same_bits,
@@ -101,7 +102,7 @@ def test_rotated_constant_rows_have_these_bytes(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("bad_bits", [0x7FC0, 0xFF81, 0x7F80, 0xFF80])
 def test_rotation_spreads_a_nonfinite_value_over_its_row_only(
-    side: Side, head_dim: int, bad_bits: int, rng: np.random.Generator
+    side: Side, head_dim: int, bad_bits: int, rng: Rng
 ) -> None:
     """The rotated value counts: every group of the row is marked, its neighbour rows are not.  (codecs 8)"""
     rows = bf16(rng.standard_normal((3, head_dim)))
@@ -123,7 +124,7 @@ def test_rotation_spreads_a_nonfinite_value_over_its_row_only(
 # ---- random rows against the oracle ----------------------------------------------------------------------------------
 
 
-def random_rows(head_dim: int, rng: np.random.Generator) -> U16:
+def random_rows(head_dim: int, rng: Rng) -> U16:
     """BF16 rows (7, D): unit, narrow, wide exponents, subnormal, sparse, domain edges, any bits at all."""
     normal = rng.standard_normal((4, head_dim))
     normal[1] *= 0.25
@@ -136,7 +137,7 @@ def random_rows(head_dim: int, rng: np.random.Generator) -> U16:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_random_bf16_rows_have_the_bytes_of_the_oracle(side: Side, rng: np.random.Generator) -> None:
+def test_random_bf16_rows_have_the_bytes_of_the_oracle(side: Side, rng: Rng) -> None:
     """Codes, scales, counts and decoded bits, with rotation, for every head_dim tried.  (C4.4)"""
     for head_dim in (16, 64, 80, 128, 256) if side[0] == "bf16" else (64, 128, 256):
         rows = random_rows(head_dim, rng)
@@ -148,14 +149,14 @@ def test_random_bf16_rows_have_the_bytes_of_the_oracle(side: Side, rng: np.rando
 
 
 @pytest.mark.parametrize("side", QUANTIZED_SIDES)
-def test_random_float32_rows_have_the_bytes_of_the_oracle(side: Side, rng: np.random.Generator) -> None:
+def test_random_float32_rows_have_the_bytes_of_the_oracle(side: Side, rng: Rng) -> None:
     """Full-width significands, as a rotation leaves them, at three magnitudes.  (C4.4)"""
     for head_dim in (64, 128, 256):
         magnitudes = np.array([[1.0], [2.0**-22], [1.0e4]], np.float32)
         encoded(side, rng.standard_normal((3, head_dim)).astype(np.float32) * magnitudes)
 
 
-def test_rotation_has_the_bits_of_the_oracle(rng: np.random.Generator) -> None:
+def test_rotation_has_the_bits_of_the_oracle(rng: Rng) -> None:
     """The order of the butterfly decides the last bits: ascending strides, every step rounded.  (codecs 1)"""
     for head_dim in (64, 128, 256):
         rows = (rng.standard_normal((2, head_dim)) * 2.0 ** rng.integers(-8, 8, head_dim)).astype(np.float32)
@@ -165,7 +166,7 @@ def test_rotation_has_the_bits_of_the_oracle(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_row_bytes_depend_on_the_row_alone(side: Side, head_dim: int, rng: np.random.Generator) -> None:
+def test_row_bytes_depend_on_the_row_alone(side: Side, head_dim: int, rng: Rng) -> None:
     """A row among others, alone, and in another order has the same bytes; no rows give no bytes.  (C4.4)"""
     rows = random_rows(head_dim, rng)
     before = rows.copy()
@@ -199,7 +200,7 @@ def test_byte_counts_come_from_the_plane_schema(side: Side) -> None:
         assert row_bytes.get(f"{kind}_scale") == (None if scale is None else scale.shape[1])
 
 
-def test_bytes_do_not_alias_the_rows_and_names_may_be_aliases(rng: np.random.Generator) -> None:
+def test_bytes_do_not_alias_the_rows_and_names_may_be_aliases(rng: Rng) -> None:
     """Changing the rows afterwards changes no byte; an alias and a Profile give the bytes of the name.  (C0)"""
     rows = bf16(rng.standard_normal((2, 256)))
     code, _ = codecs.encode("bf16", "k", rows)
@@ -212,7 +213,7 @@ def test_bytes_do_not_alias_the_rows_and_names_may_be_aliases(rng: np.random.Gen
     np.testing.assert_array_equal(before, code)
 
 
-def test_numpy_error_state_of_the_caller_is_left_alone(rng: np.random.Generator) -> None:
+def test_numpy_error_state_of_the_caller_is_left_alone(rng: Rng) -> None:
     """Underflow and infinities are part of the format, so `seterr(all="raise")` raises nothing here.  (codecs 8)"""
     rows = random_rows(256, rng)
     expected = [codecs.encode(*side, rows) for side in SIDES]
@@ -246,7 +247,7 @@ def relative_error(actual: F32, reference: F64) -> float:
     return float(np.linalg.norm(actual - reference) / np.linalg.norm(reference))
 
 
-def gaussian(side: Side, head_dim: int, rng: np.random.Generator) -> tuple[U8, U8 | None, F64]:
+def gaussian(side: Side, head_dim: int, rng: Rng) -> tuple[U8, U8 | None, F64]:
     """Code, scale and the exact numbers that they stand for, of 512 Gaussian rows."""
     values = rng.standard_normal((512, head_dim)).astype(np.float32)
     if side[0] == "bf16":
@@ -261,7 +262,7 @@ def gaussian(side: Side, head_dim: int, rng: np.random.Generator) -> tuple[U8, U
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_format_error_is_the_measured_one(side: Side, head_dim: int, rng: np.random.Generator) -> None:
+def test_format_error_is_the_measured_one(side: Side, head_dim: int, rng: Rng) -> None:
     """decode(encode(x)) against R x where the profile rotates, else x: within a tenth of the figure.  (codecs 7)"""
     code, scale, reference = gaussian(side, head_dim, rng)
     error = relative_error(codecs.decode(*side, code, scale, head_dim), reference)
@@ -299,7 +300,7 @@ def test_misplaced_scales_or_codes_exceed_twice_the_format_error(
     side: Side,
     damage: Callable[[U8, U8], tuple[U8, U8]],
     expected: float | None,
-    rng: np.random.Generator,
+    rng: Rng,
 ) -> None:
     """The bound that layout tests rely on does find a layout bug.  (codecs 7)"""
     code, scale, reference = gaussian(side, 256, rng)

@@ -22,6 +22,7 @@ from tests.host.codec_cases import (
     INT8_SIDES,
     QUANTIZED_SIDES,
     U8,
+    Rng,
     Side,
     encoded,
     fp16_bits,
@@ -258,9 +259,7 @@ def test_scale_is_a_true_division(side: Side, divisor: int, largest: float) -> N
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("side", [INT8, FP8, FP4, ("k8v4", "k"), ("k8v4", "v")])
 @pytest.mark.parametrize("dim", [0, 77, 127])
-def test_nonfinite_value_marks_its_group_and_nothing_else(
-    side: Side, dim: int, bad: float, rng: np.random.Generator
-) -> None:
+def test_nonfinite_value_marks_its_group_and_nothing_else(side: Side, dim: int, bad: float, rng: Rng) -> None:
     """Scale NaN and codes zero for that group (row for fp8); other groups and rows keep their bytes.  (codecs 8)"""
     rows = rng.standard_normal((3, 128)).astype(np.float32)
     expected_code, expected_scale = codecs.encode_unrotated(*side, rows)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pagedkv.devices.cpu.compiler import Compiler
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.cpu.kernels import CpuKernel
 from pagedkv.devices.protocol import ModuleSpec
@@ -15,25 +14,9 @@ ORDERS = ("ascending", "descending", "random")
 
 
 @contextmanager
-def cpu_device(
-    order: str = "ascending",
-    *,
-    seed: int = 0,
-    threads: int | None = 1,
-    checks: str = "",
-    compiler: Compiler | None = None,
-    spin_seconds: float = 10.0,
-) -> Iterator[CpuDevice]:
+def cpu_device(order: str = "ascending", *, threads: int | None = 1, **options: Any) -> Iterator[CpuDevice]:
     """Open a quiet device and close it, canaries checked."""
-    device = CpuDevice(
-        order=order,
-        seed=seed,
-        threads=threads,
-        checks=checks,
-        compiler=compiler,
-        announce=lambda line: None,
-        spin_seconds=spin_seconds,
-    )
+    device = CpuDevice(order=order, threads=threads, announce=lambda line: None, **options)
     try:
         yield device
     finally:

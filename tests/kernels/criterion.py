@@ -8,7 +8,7 @@ import numpy.typing as npt
 from pagedkv.devices.protocol import Device
 from pagedkv.values.attention_shape import Route
 from pagedkv.values.planes import PageOrder
-from tests.kernels.paged_cache import Bits, PagedCache, Table, bf16_noise
+from tests.kernels.paged_cache import Bits, PagedCache, Rng, Table, bf16_noise
 from tests.oracle.attention_oracle import CONTEXT_CRITERION, CRITERIA, StoredRows, attend, attend_context, stored_rows
 
 Lse = npt.NDArray[np.float32]
@@ -36,7 +36,7 @@ def check_causal(
 
 
 def check_step(
-    device: Device, rng: np.random.Generator, profile: str, table: Table, *, position: int, width: int = 1,
+    device: Device, rng: Rng, profile: str, table: Table, *, position: int, width: int = 1,
     query_heads: int = 4, kv_heads: int = 2, head_dim: int = 64, route: Route = "decode", row: int = 0,
     order: PageOrder = "page-major", rms: float = 1.0, scale: float | None = None,
 ) -> None:
@@ -51,7 +51,7 @@ def check_step(
 
 
 def draft_cache(
-    device: Device, table: Table, rng: np.random.Generator, *, head_dim: int = 64, kv_heads: int = 2,
+    device: Device, table: Table, rng: Rng, *, head_dim: int = 64, kv_heads: int = 2,
     max_context: int | None = None,
 ) -> PagedCache:
     """A head-major BF16 cache of random bytes."""
@@ -60,7 +60,7 @@ def draft_cache(
 
 
 def draft_block(
-    rng: np.random.Generator, cache: PagedCache, *, batch: int = 1, width: int, group_size: int = 4, rms: float = 1.0
+    rng: Rng, cache: PagedCache, *, batch: int = 1, width: int, group_size: int = 4, rms: float = 1.0
 ) -> Block:
     """Queries and temporary rows of draft blocks."""
     kv_heads, head_dim = cache.view.num_kv_heads, cache.view.head_dim
@@ -82,7 +82,7 @@ def check_context(
 
 
 def check_block(
-    device: Device, rng: np.random.Generator, table: Table, *, context: int, width: int, group_size: int = 4,
+    device: Device, rng: Rng, table: Table, *, context: int, width: int, group_size: int = 4,
     kv_heads: int = 2, head_dim: int = 64, max_context: int | None = None, row: int = 0, rms: float = 1.0,
     scale: float | None = None,
 ) -> None:

@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from pagedkv.ops.ops import Ops
 from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, PROFILES, plane_schema
-from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table
+from tests.kernels.paged_cache import BF16_NAN, PagedCache, bf16_noise, scattered_table, to_device, to_host
 
 Results = dict[str, npt.NDArray[Any]]
 
-BF16_NAN = 0x7FC0
 
 
 def run_every_kernel(device: Any, profile: str, head_dim: int) -> Results:
@@ -68,16 +67,13 @@ def encode_rows(device: Any, profile: str, head_dim: int) -> Results:
     rows[0], rows[1, 3], rows[2, 40], rows[3, :8] = 0.0, np.nan, np.inf, [0.25, -0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
     stream, results = device.stream(), {}
     row_bytes: dict[str, int] = {plane.role: plane.row_bytes for plane in plane_schema(profile, head_dim)}
-    source = device.empty(rows.shape, np.float32)
-    device.copy(source, rows, stream)
+    source = to_device(device, stream, rows)
     for kind in ("k", "v"):
         codes = device.empty((7, row_bytes[f"{kind}_code"]), np.uint8)
         scales = device.empty((7, row_bytes[f"{kind}_scale"]), np.uint8)
         Ops(device).encode_unrotated(profile, kind, source, codes, scales, stream=stream)
         for name, array in ((f"{kind} codes", codes), (f"{kind} scales", scales)):
-            results[name] = np.empty_like(array)
-            device.copy(results[name], array, stream)
-    stream.synchronize()
+            results[name] = to_host(device, stream, array)
     return results
 
 

@@ -6,7 +6,8 @@ them, so that one comparison of whole planes says both "the right bytes" and "no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,16 @@ from pagedkv.values.planes import PageOrder, plane_inventory
 from pagedkv.values.profiles import ROLES
 
 Bits = npt.NDArray[np.uint16]
+Rng = np.random.Generator
 Table = npt.NDArray[np.int32]
 HostPlanes = dict[str, npt.NDArray[Any]]
 
+BF16_NAN = 0x7FC0
 MARK_BF16 = 0x7FC1
 """What output buffers hold before a kernel writes them: a NaN that no kernel produces."""
 
 
-def scattered_table(rows: int, blocks: int, *, permutation: np.random.Generator | None = None) -> Table:
+def scattered_table(rows: int, blocks: int, *, permutation: Rng | None = None) -> Table:
     """Return a (rows, blocks) table of distinct odd page ids: 2p + 1, or a permutation of these."""
     ids = np.arange(rows * blocks, dtype=np.int32)
     if permutation is not None:
@@ -37,7 +40,7 @@ def scattered_table(rows: int, blocks: int, *, permutation: np.random.Generator 
     return (2 * ids + 1).reshape(rows, blocks)
 
 
-def bf16_noise(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> Bits:
+def bf16_noise(rng: Rng, shape: tuple[int, ...], scale: float = 1.0) -> Bits:
     """Return Gaussian BF16 values of the given root mean square, as bits."""
     return codecs.f32_to_bf16((rng.standard_normal(shape) * scale).astype(np.float32))
 
@@ -55,7 +58,7 @@ class PagedCache:
     @classmethod
     def build(
         cls, device: Device, profile: str, *, head_dim: int = 64, kv_heads: int = 2, order: PageOrder = "page-major",
-        table: Table, rng: np.random.Generator | None, ops: Ops | None = None, max_context: int | None = None,
+        table: Table, rng: Rng | None, ops: Ops | None = None, max_context: int | None = None,
         allocate: Callable[..., Array] | None = None,
     ) -> PagedCache:
         """Make a cache with pages for every id of the table, and one more.
@@ -84,10 +87,7 @@ class PagedCache:
 
     def get(self, array: Array) -> npt.NDArray[Any]:
         """Copy a device array to the host, after everything on the stream."""
-        host = np.empty(array.shape, array.dtype)
-        self.device.copy(host, array, self.stream)
-        self.stream.synchronize()
-        return host
+        return to_host(self.device, self.stream, array)
 
     def ints(self, values: list[int]) -> Array:
         """Return a device array of int32 selectors."""
@@ -122,7 +122,7 @@ class PagedCache:
         self.ops.append(self.view, self.put(k), self.put(v), self.ints(first_positions), self.ints(table_rows),
                         valid_columns=valid, stream=self.stream)  # fmt: skip
 
-    def fill(self, rng: np.random.Generator, row: int, tokens: int, scale: float = 1.0) -> None:
+    def fill(self, rng: Rng, row: int, tokens: int, scale: float = 1.0) -> None:
         """Append noise at positions [0, tokens) of a table row."""
         if tokens:
             shape = (1, tokens, self.view.num_kv_heads, self.view.head_dim)
@@ -193,11 +193,25 @@ class PagedCache:
         return self.get(out), self.get(lse)
 
 
+def kill_columns(arrays: Iterable[Bits], live: Iterable[int]) -> None:
+    """Make the columns of batch entry b from live[b] on NaN."""
+    for array, (entry, count) in itertools.product(list(arrays), list(enumerate(live))):
+        array[entry, count:] = BF16_NAN
+
+
 def to_device(device: Device, stream: Stream, array: npt.NDArray[Any]) -> Array:
     """Copy a host array to a device array of its own."""
     target = device.empty(array.shape, array.dtype)
     device.copy(target, np.ascontiguousarray(array), stream)
     return target
+
+
+def to_host(device: Device, stream: Stream, array: Array) -> npt.NDArray[Any]:
+    """Copy a device array to the host, after everything on the stream."""
+    host = np.empty(array.shape, array.dtype)
+    device.copy(host, array, stream)
+    stream.synchronize()
+    return host
 
 
 def assert_same_planes(expected: HostPlanes, found: HostPlanes) -> None:

@@ -20,7 +20,7 @@ from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16
 from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
 from tests.kernels.covering import Case, Choice, legal_pairs, pairs_of, pairwise_covering
 from tests.kernels.criterion import check_causal, rows_of
-from tests.kernels.paged_cache import Bits, PagedCache, bf16_noise, scattered_table
+from tests.kernels.paged_cache import BF16_NAN, Bits, PagedCache, Rng, bf16_noise, scattered_table
 from tests.oracle.attention_oracle import CRITERIA, StoredRows, attend, bf16_values
 
 CONTEXTS = (0, 1, 31, 32, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 8191, 8192)
@@ -41,7 +41,6 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 QUICK_WORK = 8_000_000
 """Scores times head_dim that a case of the quick run may ask for, unless it stands for a value of its own."""
-BF16_NAN = 0x7FC0
 
 
 def is_legal(first: Choice, second: Choice) -> bool:
@@ -98,14 +97,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ])  # fmt: skip
 
 
-def draw_rows(rng: np.random.Generator, inputs: str, shape: tuple[int, ...]) -> Bits:
+def draw_rows(rng: Rng, inputs: str, shape: tuple[int, ...]) -> Bits:
     """Return one of the three input sets of codecs 7."""
     if inputs == "narrow":
         return codecs.f32_to_bf16(rng.uniform(-0.25, 0.25, shape).astype(np.float32))
     return bf16_noise(rng, shape, 1.8 if inputs == "loud" else 1.0)
 
 
-def test_a_case_of_the_covering_meets_the_criterion(device: Device, rng: np.random.Generator, case: Case) -> None:
+def test_a_case_of_the_covering_meets_the_criterion(device: Device, rng: Rng, case: Case) -> None:
     """C14.5, codecs 7: relL2, gross error and no non-finite value; dead columns are exact +0."""
     values: dict[str, Any] = case
     (profile, head_dim), context, width = values["variant"], values["context"], values["width"]
@@ -138,7 +137,7 @@ def test_a_case_of_the_covering_meets_the_criterion(device: Device, rng: np.rand
 
 @pytest.mark.long
 @pytest.mark.parametrize("profile", PROFILES)
-def test_long_contexts_meet_the_criterion(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_long_contexts_meet_the_criterion(device: Device, rng: Rng, profile: str) -> None:
     """codecs 7: 40,000 keys, 26 key groups, both routes; the two agree bit for bit."""
     cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 626, permutation=rng), rng=rng)
     cache.fill(rng, 0, 40_000)
@@ -175,7 +174,7 @@ def test_equal_seeds_give_equal_coverings() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_criterion_sees_a_five_percent_error_in_k(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_the_criterion_sees_a_five_percent_error_in_k(device: Device, rng: Rng, profile: str) -> None:
     """codecs 7: with unit-RMS inputs; the narrow set would hide it, which is why it is not the only one."""
     errors = {}
     for inputs in ("unit", "narrow"):

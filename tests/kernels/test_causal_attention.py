@@ -18,11 +18,20 @@ from pagedkv.values.attention_shape import AttentionShape, Route, key_groups, wo
 from pagedkv.values.profiles import PROFILES
 from tests.checkout import ROOT
 from tests.kernels.criterion import check_causal, check_step
-from tests.kernels.paged_cache import PagedCache, assert_same_planes, bf16_noise, scattered_table, to_device
+from tests.kernels.paged_cache import (
+    BF16_NAN,
+    PagedCache,
+    Rng,
+    assert_same_planes,
+    bf16_noise,
+    kill_columns,
+    scattered_table,
+    to_device,
+    to_host,
+)
 
 ROUTES: list[Route] = ["decode", "prefill"]
 VARIANTS = [("bf16", 64), ("bf16", 80), ("int8-g64", 128), ("fp8-e4m3-row", 256), ("nvfp4-g16", 64), ("k8v4", 128)]
-BF16_NAN = 0x7FC0
 
 
 # ---- the criterion -------------------------------------------------------------------------------------------------
@@ -31,7 +40,7 @@ BF16_NAN = 0x7FC0
 @pytest.mark.parametrize("position", [0, 1, 31, 32, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
 def test_a_decode_step_meets_the_criterion(
-    device: Device, rng: np.random.Generator, profile: str, head_dim: int, position: int
+    device: Device, rng: Rng, profile: str, head_dim: int, position: int
 ) -> None:
     """codecs 7: W = 1 around pages, group 3, unit RMS; the row is appended by the same call."""
     check_step(device, rng, profile, scattered_table(2, 3, permutation=rng), position=position, query_heads=6, row=1,
@@ -44,7 +53,7 @@ def test_a_decode_step_meets_the_criterion(
 ])  # fmt: skip
 @pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
 def test_several_columns_meet_the_criterion(
-    device: Device, rng: np.random.Generator, profile: str, head_dim: int, route: Route, width: int, position: int
+    device: Device, rng: Rng, profile: str, head_dim: int, route: Route, width: int, position: int
 ) -> None:
     """codecs 7: verify widths and prefill chunks that cross pages."""
     check_step(device, rng, profile, scattered_table(1, 3), position=position, width=width, query_heads=8, route=route,
@@ -53,15 +62,13 @@ def test_several_columns_meet_the_criterion(
 
 @pytest.mark.parametrize("rms", [0.25, 1.8])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_other_input_ranges_meet_the_criterion(
-    device: Device, rng: np.random.Generator, profile: str, rms: float
-) -> None:
+def test_other_input_ranges_meet_the_criterion(device: Device, rng: Rng, profile: str, rms: float) -> None:
     """codecs 7: the narrow set, and RMS 1.8 at W = 16."""
     check_step(device, rng, profile, scattered_table(1, 3), position=100, width=16, query_heads=2, rms=rms)
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 4, 6, 8, 16])
-def test_every_group_size_reads_its_own_kv_head(device: Device, rng: np.random.Generator, group_size: int) -> None:
+def test_every_group_size_reads_its_own_kv_head(device: Device, rng: Rng, group_size: int) -> None:
     """C4.5: query head h reads KV head h // (Hq / Hkv), for tiles that hold parts of columns."""
     check_step(device, rng, "bf16", scattered_table(1, 2), position=70, width=3, query_heads=3 * group_size, kv_heads=3)
 
@@ -69,7 +76,7 @@ def test_every_group_size_reads_its_own_kv_head(device: Device, rng: np.random.G
 @pytest.mark.parametrize("position", [510, 511, 512, 1023, 1024, 1025, 4095, 4096, 8191, 8192])
 @pytest.mark.parametrize("profile", ["bf16", "k8v4"])
 def test_contexts_of_several_key_groups_meet_the_criterion(
-    device: Device, rng: np.random.Generator, profile: str, position: int
+    device: Device, rng: Rng, profile: str, position: int
 ) -> None:
     """C14.6: around the ends of key groups, where decode leaves partial results to the merge."""
     check_step(device, rng, profile, scattered_table(1, 129, permutation=rng), position=position, width=2,
@@ -78,22 +85,20 @@ def test_contexts_of_several_key_groups_meet_the_criterion(
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("head_dim", [16, 96, 192, 256])
-def test_head_major_planes_of_every_bf16_head_dim(
-    device: Device, rng: np.random.Generator, head_dim: int, route: Route
-) -> None:
+def test_head_major_planes_of_every_bf16_head_dim(device: Device, rng: Rng, head_dim: int, route: Route) -> None:
     """C3.4, C4.5: the draft pool's order."""
     check_step(device, rng, "bf16", scattered_table(1, 3), position=125, width=5, query_heads=6, kv_heads=3,
                route=route, head_dim=head_dim, order="head-major")  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.03, 1.0, -0.125])
-def test_the_scale_multiplies_the_scores(device: Device, rng: np.random.Generator, scale: float) -> None:
+def test_the_scale_multiplies_the_scores(device: Device, rng: Rng, scale: float) -> None:
     """C14.4: any finite scale; zero makes the softmax uniform."""
     check_step(device, rng, "bf16", scattered_table(1, 2), position=79, scale=scale)
 
 
 @pytest.mark.parametrize("position", [0, 6, 14, 30, 31])
-def test_a_zero_query_averages_the_values(device: Device, rng: np.random.Generator, position: int) -> None:
+def test_a_zero_query_averages_the_values(device: Device, rng: Rng, position: int) -> None:
     """codecs 7: uniform softmax for nvfp4."""
     cache = PagedCache.build(device, "nvfp4-g16", table=scattered_table(1, 1), rng=rng)
     cache.fill(rng, 0, position + 1)
@@ -104,7 +109,7 @@ def test_a_zero_query_averages_the_values(device: Device, rng: np.random.Generat
     check_causal(cache, q[0], out[0], lse[0], position=position)
 
 
-def test_the_only_key_is_the_output(device: Device, rng: np.random.Generator) -> None:
+def test_the_only_key_is_the_output(device: Device, rng: Rng) -> None:
     """C14.4: at position 0 the output is V, bit for bit in bf16."""
     cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
     q, k, v = (bf16_noise(rng, (1, 1, heads, 64)) for heads in (4, 2, 2))
@@ -118,7 +123,7 @@ def test_the_only_key_is_the_output(device: Device, rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_inert_columns_are_zero_and_write_nothing(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_inert_columns_are_zero_and_write_nothing(device: Device, rng: Rng, profile: str) -> None:
     """C14.4: valid columns 0, 7 and 16 of 16; exact +0, lse -infinity, no cache byte, NaN inputs harmless."""
     cache = PagedCache.build(device, profile, table=scattered_table(3, 3), rng=rng)
     for row in range(3):
@@ -126,9 +131,7 @@ def test_inert_columns_are_zero_and_write_nothing(device: Device, rng: np.random
     before = cache.host_planes()
     valid = [0, 7, 16]
     q, k, v = (bf16_noise(rng, (3, 16, heads, 64)) for heads in (6, 2, 2))
-    for inputs in (q, k, v):
-        for entry, count in enumerate(valid):
-            inputs[entry, count:] = BF16_NAN
+    kill_columns((q, k, v), valid)
 
     rows = [-1, 2, 0]
     out, lse = cache.attend(q, [60, 60, 60], rows, route="decode", new_rows=(k, v), valid_columns=valid)
@@ -143,7 +146,7 @@ def test_inert_columns_are_zero_and_write_nothing(device: Device, rng: np.random
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_an_entry_without_a_table_row_is_inert(device: Device, rng: np.random.Generator, route: Route) -> None:
+def test_an_entry_without_a_table_row_is_inert(device: Device, rng: Rng, route: Route) -> None:
     """C14.4: row -1 gives exact +0 and no cache byte, whatever the columns say."""
     cache = PagedCache.build(device, "k8v4", table=scattered_table(2, 2), rng=rng)
     before = cache.host_planes()
@@ -158,9 +161,7 @@ def test_an_entry_without_a_table_row_is_inert(device: Device, rng: np.random.Ge
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_stale_bytes_behind_the_frontier_have_no_effect(
-    device: Device, rng: np.random.Generator, profile: str, route: Route
-) -> None:
+def test_stale_bytes_behind_the_frontier_have_no_effect(device: Device, rng: Rng, profile: str, route: Route) -> None:
     """C9.6: NaN behind the last position of the last page, in codes and scales, changes no bit."""
     table = scattered_table(1, 2)
     results = []
@@ -178,7 +179,7 @@ def test_stale_bytes_behind_the_frontier_have_no_effect(
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_nan_in_a_later_column_does_not_reach_an_earlier_one(
-    device: Device, rng: np.random.Generator, profile: str, route: Route
+    device: Device, rng: Rng, profile: str, route: Route
 ) -> None:
     """C14.6: a masked key is left out by a select, not by a zero weight; it does reach the columns that see it."""
     cache = PagedCache.build(device, profile, table=scattered_table(1, 2), rng=rng)
@@ -195,7 +196,7 @@ def test_nan_in_a_later_column_does_not_reach_an_earlier_one(
 
 @pytest.mark.parametrize("kind", ["k", "v"])
 @pytest.mark.parametrize("profile", [p.name for p in PROFILES.values() if p.is_quantized])
-def test_a_nan_scale_reaches_the_output(device: Device, rng: np.random.Generator, profile: str, kind: str) -> None:
+def test_a_nan_scale_reaches_the_output(device: Device, rng: Rng, profile: str, kind: str) -> None:
     """codecs 8: a group marked by its scale is seen as NaN, also after the merge of key groups."""
     cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 10), rng=rng)
     cache.fill(rng, 0, 600)
@@ -214,7 +215,7 @@ def test_a_nan_scale_reaches_the_output(device: Device, rng: np.random.Generator
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_cached_variant_equals_append_then_attend_and_writes_nothing(
-    device: Device, rng: np.random.Generator, profile: str, route: Route
+    device: Device, rng: Rng, profile: str, route: Route
 ) -> None:
     """C14.4: read-only; the same bits as the fused call."""
     cache = PagedCache.build(device, profile, table=scattered_table(1, 3), rng=rng)
@@ -299,14 +300,11 @@ def evaluate(device: Device, x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np
     results = [device.empty(x.shape, np.float32) for _ in range(2)]
     arguments = (*results, to_device(device, stream, x), np.int32(x.size))
     module.kernel("evaluate").launch((-(-x.size // 256), 1, 1), (256, 1, 1), arguments, stream)
-    found = [np.empty(x.shape, np.float32) for _ in range(2)]
-    for host, result in zip(found, results, strict=True):
-        device.copy(host, result, stream)
-    stream.synchronize()
-    return found[0], found[1]
+    powers, logarithms = (to_host(device, stream, result) for result in results)
+    return powers, logarithms
 
 
-def test_the_exponential_is_accurate_and_exact_at_its_ends(device: Device, rng: np.random.Generator) -> None:
+def test_the_exponential_is_accurate_and_exact_at_its_ends(device: Device, rng: Rng) -> None:
     """softmax.cuh: relative error below 2^-22; 1 at 0; 0 below -126; NaN passes."""
     x = np.concatenate([-rng.random(100_000) * 126, np.linspace(-1, 0, 4097)]).astype(np.float32)
     edges = np.array([0.0, -0.0, -126.5, -1000.0, -np.inf, np.nan], np.float32)
@@ -319,7 +317,7 @@ def test_the_exponential_is_accurate_and_exact_at_its_ends(device: Device, rng: 
     np.testing.assert_array_equal(np.array([1, 1, 0, 0, 0, np.nan], np.float32), at_edges)
 
 
-def test_the_logarithm_is_accurate(device: Device, rng: np.random.Generator) -> None:
+def test_the_logarithm_is_accurate(device: Device, rng: Rng) -> None:
     """softmax.cuh: error below 2^-22 max(1, |log2 x|), the range of softmax sums and far beyond."""
     wide, narrow = np.exp2(rng.random(100_000) * 240 - 120), 1 + rng.random(10_000)
     x = np.concatenate([wide, narrow, [1.0, 2.0]]).astype(np.float32)

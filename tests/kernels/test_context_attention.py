@@ -12,9 +12,16 @@ from pagedkv.ops.ops import Ops
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.planes import PageOrder
 from tests.kernels.criterion import check_block, check_context, draft_block, draft_cache
-from tests.kernels.paged_cache import PagedCache, Table, assert_same_planes, bf16_noise, scattered_table
-
-BF16_NAN = 0x7FC0
+from tests.kernels.paged_cache import (
+    BF16_NAN,
+    PagedCache,
+    Rng,
+    Table,
+    assert_same_planes,
+    bf16_noise,
+    kill_columns,
+    scattered_table,
+)
 
 
 def long_table(blocks: int, used: int) -> Table:
@@ -29,22 +36,20 @@ def long_table(blocks: int, used: int) -> Table:
 
 @pytest.mark.parametrize("context", [0, 1, 31, 32, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_draft_block_meets_the_criterion(
-    device: Device, rng: np.random.Generator, head_dim: int, context: int
-) -> None:
+def test_a_draft_block_meets_the_criterion(device: Device, rng: Rng, head_dim: int, context: int) -> None:
     """codecs 7: contexts around pages, W = 5, group 4, unit RMS."""
     check_block(device, rng, scattered_table(2, 3, permutation=rng), context=context, width=5, head_dim=head_dim, row=1)
 
 
 @pytest.mark.parametrize("width", range(1, 17))
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_width_meets_the_criterion(device: Device, rng: np.random.Generator, head_dim: int, width: int) -> None:
+def test_every_width_meets_the_criterion(device: Device, rng: Rng, head_dim: int, width: int) -> None:
     """C14.4: W 1 to 16, whose rows fill whole tiles and parts of tiles."""
     check_block(device, rng, scattered_table(1, 2), context=70, width=width, group_size=3, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("group_size", [1, 4, 6, 8, 16])
-def test_every_group_size_reads_its_own_kv_head(device: Device, rng: np.random.Generator, group_size: int) -> None:
+def test_every_group_size_reads_its_own_kv_head(device: Device, rng: Rng, group_size: int) -> None:
     """C4.5: query head h reads KV head h // (Hq / Hkv), in the cache and in the temporary rows."""
     check_block(device, rng, scattered_table(1, 2), context=66, width=3, group_size=group_size, kv_heads=3)
 
@@ -54,7 +59,7 @@ def test_every_group_size_reads_its_own_kv_head(device: Device, rng: np.random.G
     (1, 4096, 4096),
 ])  # fmt: skip
 def test_a_plan_for_longer_contexts_meets_the_criterion(
-    device: Device, rng: np.random.Generator, width: int, context: int, max_context: int
+    device: Device, rng: Rng, width: int, context: int, max_context: int
 ) -> None:
     """C15.3: (T, L) with an envelope beyond; the launch is sized for it, and entries behind L are not read."""
     table = long_table(-(-max_context // 64), -(-context // 64))
@@ -62,9 +67,7 @@ def test_a_plan_for_longer_contexts_meets_the_criterion(
 
 
 @pytest.mark.parametrize("context", [0, 1, 511, 512, 513, 1023, 1024, 1025, 4095, 4096, 4097, 8191, 8192])
-def test_contexts_of_several_key_groups_meet_the_criterion(
-    device: Device, rng: np.random.Generator, context: int
-) -> None:
+def test_contexts_of_several_key_groups_meet_the_criterion(device: Device, rng: Rng, context: int) -> None:
     """C14.6: around the ends of key groups, where the merge folds them and then the temporary rows."""
     table = long_table(129, -(-context // 64))
     check_block(device, rng, table, context=context, width=4, group_size=3, kv_heads=1)
@@ -72,15 +75,13 @@ def test_contexts_of_several_key_groups_meet_the_criterion(
 
 @pytest.mark.parametrize(("rms", "width"), [(0.25, 5), (1.8, 16)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_other_input_ranges_meet_the_criterion(
-    device: Device, rng: np.random.Generator, head_dim: int, rms: float, width: int
-) -> None:
+def test_other_input_ranges_meet_the_criterion(device: Device, rng: Rng, head_dim: int, rms: float, width: int) -> None:
     """codecs 7: the narrow set, and RMS 1.8 at W = 16."""
     check_block(device, rng, scattered_table(1, 3), context=100, width=width, head_dim=head_dim, rms=rms)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.03, 1.0, -0.125])
-def test_the_scale_multiplies_the_scores(device: Device, rng: np.random.Generator, scale: float) -> None:
+def test_the_scale_multiplies_the_scores(device: Device, rng: Rng, scale: float) -> None:
     """C14.4: any finite scale; zero makes the softmax uniform over context and temporary rows."""
     check_block(device, rng, scattered_table(1, 2), context=80, width=3, scale=scale)
 
@@ -102,7 +103,7 @@ def test_far_apart_scores_keep_their_softmax(device: Device, context_score: floa
     check_context(cache, (q, k, v), out, lse, context=600, scale=1.0)
 
 
-def test_one_column_without_context_gives_its_own_value(device: Device, rng: np.random.Generator) -> None:
+def test_one_column_without_context_gives_its_own_value(device: Device, rng: Rng) -> None:
     """C14.4: its only key is itself."""
     cache = draft_cache(device, scattered_table(1, 1), rng)
     q, k, v = draft_block(rng, cache, width=1)
@@ -116,7 +117,7 @@ def test_one_column_without_context_gives_its_own_value(device: Device, rng: np.
 
 
 @pytest.mark.parametrize("kind", [1, 2], ids=["k", "v"])
-def test_the_last_column_changes_every_output(device: Device, rng: np.random.Generator, kind: int) -> None:
+def test_the_last_column_changes_every_output(device: Device, rng: Rng, kind: int) -> None:
     """C14.4: non-causal: an earlier column sees later ones, and only those of its own row."""
     cache = draft_cache(device, scattered_table(2, 2), rng)
     for row in range(2):
@@ -132,16 +133,14 @@ def test_the_last_column_changes_every_output(device: Device, rng: np.random.Gen
 
 
 @pytest.mark.deferred
-def test_inert_columns_are_zero_and_not_read(device: Device, rng: np.random.Generator) -> None:
+def test_inert_columns_are_zero_and_not_read(device: Device, rng: Rng) -> None:
     """C14.4: valid columns 0, 7, 16 of 16: exact +0, lse -infinity, NaN inputs harmless, no cache byte changes."""
     cache = draft_cache(device, scattered_table(3, 3), rng)
     contexts, rows, valid = [60, 0, 130], [-1, 2, 0], [0, 7, 16]
     cache.fill(rng, 0, 130)
     before = cache.host_planes()
     inputs = draft_block(rng, cache, batch=3, width=16)
-    for array in inputs:
-        for entry, count in enumerate(valid):
-            array[entry, count:] = BF16_NAN
+    kill_columns(inputs, valid)
 
     out, lse = cache.attend_context(*inputs, contexts, rows, valid_columns=valid)
 
@@ -153,7 +152,7 @@ def test_inert_columns_are_zero_and_not_read(device: Device, rng: np.random.Gene
             check_context(cache, inputs, out, lse, context=contexts[entry], entry=entry, row=rows[entry], live=count)
 
 
-def test_an_entry_without_a_table_row_is_inert(device: Device, rng: np.random.Generator) -> None:
+def test_an_entry_without_a_table_row_is_inert(device: Device, rng: Rng) -> None:
     """C14.4: row -1 gives exact +0, whatever columns and lengths say."""
     cache = draft_cache(device, scattered_table(2, 10), rng)
     inputs = draft_block(rng, cache, width=3)
@@ -165,15 +164,13 @@ def test_an_entry_without_a_table_row_is_inert(device: Device, rng: np.random.Ge
 
 
 @pytest.mark.parametrize("context", [0, 64, 512])
-def test_no_table_entry_behind_the_context_is_read(device: Device, rng: np.random.Generator, context: int) -> None:
+def test_no_table_entry_behind_the_context_is_read(device: Device, rng: Rng, context: int) -> None:
     """C14.4: with n_b = 0 the table is not read at all; else exactly ceil(n_b / 64) entries of it."""
     check_block(device, rng, long_table(10, context // 64), context=context, width=2)
 
 
 @pytest.mark.parametrize("context", [0, 1, 70, 128, 600])
-def test_stale_bytes_behind_the_frontier_have_no_effect(
-    device: Device, rng: np.random.Generator, context: int
-) -> None:
+def test_stale_bytes_behind_the_frontier_have_no_effect(device: Device, rng: Rng, context: int) -> None:
     """C9.6: NaN behind the last context position, in its page and in all others, changes no bit."""
     results = []
     for stale in (0x00, 0xFF):
@@ -188,9 +185,7 @@ def test_stale_bytes_behind_the_frontier_have_no_effect(
 
 @pytest.mark.parametrize("where", ["context", "temporary"])
 @pytest.mark.parametrize("context", [70, 600])
-def test_nan_of_a_visible_key_reaches_every_output(
-    device: Device, rng: np.random.Generator, context: int, where: str
-) -> None:
+def test_nan_of_a_visible_key_reaches_every_output(device: Device, rng: Rng, context: int, where: str) -> None:
     """C14.5: nothing turns a NaN that is seen into a number; as the one NaN of arithmetic."""
     cache = draft_cache(device, scattered_table(1, 10), rng)
     cache.fill(rng, 0, context)
@@ -206,7 +201,7 @@ def test_nan_of_a_visible_key_reaches_every_output(
     assert (out == 0x7FFF).all()
 
 
-def test_the_cache_is_only_read(device: Device, rng: np.random.Generator) -> None:
+def test_the_cache_is_only_read(device: Device, rng: Rng) -> None:
     """C14.4: no byte of any page changes, with one key group and with several."""
     cache = draft_cache(device, scattered_table(2, 10), rng)
     for row, tokens in ((0, 600), (1, 33)):
@@ -219,7 +214,7 @@ def test_the_cache_is_only_read(device: Device, rng: np.random.Generator) -> Non
 
 
 @pytest.mark.deferred
-def test_rows_may_stand_in_any_order(device: Device, rng: np.random.Generator) -> None:
+def test_rows_may_stand_in_any_order(device: Device, rng: Rng) -> None:
     """C11.3: B = 2 with lengths 65 and 1 in table rows 1 and 0."""
     cache = draft_cache(device, scattered_table(2, 2), rng)
     cache.fill(rng, 1, 65)
@@ -232,7 +227,7 @@ def test_rows_may_stand_in_any_order(device: Device, rng: np.random.Generator) -
         check_context(cache, inputs, out, lse, context=context, entry=entry, row=row)
 
 
-def test_a_small_draft_pool_beside_a_large_target_keeps_to_its_pages(device: Device, rng: np.random.Generator) -> None:
+def test_a_small_draft_pool_beside_a_large_target_keeps_to_its_pages(device: Device, rng: Rng) -> None:
     """S9: 100 alternating steps over 16 target and 4 draft pages; a draft id of 4 or more would be another's memory."""
     target = PagedCache.build(device, "bf16", table=rng.permutation(16).astype(np.int32).reshape(2, 8), rng=rng)
     draft = draft_cache(device, np.array([[3, 0], [1, 2]], np.int32), rng)
@@ -298,7 +293,7 @@ def test_a_prepared_draft_pool_loads_nothing_under_capture(device: Device) -> No
     ("bf16", 64, "page-major"), ("bf16", 256, "head-major"), ("int8-g64", 64, "head-major"),
 ])  # fmt: skip
 def test_a_view_that_is_no_draft_pools_is_refused(
-    device: Device, rng: np.random.Generator, profile: str, head_dim: int, order: PageOrder
+    device: Device, rng: Rng, profile: str, head_dim: int, order: PageOrder
 ) -> None:
     """C3.4, C14.4: head-major bf16 planes of head_dim 64 or 128."""
     cache = PagedCache.build(device, profile, head_dim=head_dim, order=order, table=scattered_table(1, 1), rng=rng)

@@ -14,7 +14,7 @@ import pytest
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.ops.ops import Ops
-from tests.kernels.paged_cache import MARK_BF16, PagedCache, assert_same_planes, scattered_table
+from tests.kernels.paged_cache import MARK_BF16, PagedCache, Rng, assert_same_planes, scattered_table
 
 Wrong = dict[str, Any]
 
@@ -73,9 +73,7 @@ CONTEXT: list[tuple[Wrong, str]] = [({"context_lengths": np.zeros(1, np.int64)},
     *(("causal_attention", *case) for case in (*BOTH_ATTENTIONS, *CAUSAL)),
     *(("context_attention", *case) for case in (*BOTH_ATTENTIONS, *CONTEXT)),
 ])  # fmt: skip
-def test_a_refused_call_changes_nothing(
-    device: Device, rng: np.random.Generator, op: str, wrong: Wrong, named: str
-) -> None:
+def test_a_refused_call_changes_nothing(device: Device, rng: Rng, op: str, wrong: Wrong, named: str) -> None:
     """A wrong argument is an array, a number, the name of another argument, or a way to bend its own array."""
     order = "head-major" if op == "context_attention" else "page-major"
     cache = PagedCache.build(device, "bf16", order=order, table=scattered_table(1, 10), rng=rng)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from pagedkv.errors import MisuseError
 from pagedkv.graphs import DecodeLoop
 from pagedkv.values.attention_shape import Route
 from pagedkv.values.profiles import PROFILES
-from tests.kernels.paged_cache import Bits, PagedCache, assert_same_planes, bf16_noise, scattered_table
+from tests.kernels.paged_cache import Bits, PagedCache, Rng, assert_same_planes, bf16_noise, scattered_table
 from tests.oracle.attention_oracle import hadamard
 from tests.toy_model import ToyModel
 
@@ -27,7 +27,6 @@ QUANTIZED = [profile.name for profile in PROFILES.values() if profile.is_quantiz
 ROUTES: list[Route] = ["decode", "prefill"]
 FORMAT_ERROR = {"int8-g64": 0.006, "fp8-e4m3-row": 0.026, "nvfp4-g16": 0.095, "k8v4": 0.095}
 """codecs 7: of decode(encode(x)), the worse of K and V."""
-BF16_NAN, BF16_INFINITY = 0x7FC0, 0x7F80
 
 
 def to_floats(bits: Bits) -> npt.NDArray[np.float32]:
@@ -110,7 +109,7 @@ def test_sixteen_scales_come_back_in_order(device: Device, kv_heads: int) -> Non
 
 
 @pytest.mark.parametrize("profile", QUANTIZED)
-def test_unequal_scales_of_k_and_v_reach_every_route(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_unequal_scales_of_k_and_v_reach_every_route(device: Device, rng: Rng, profile: str) -> None:
     """S67: K far above one and V far below; within format error of bf16 on both routes, so no scale was lost."""
     results: dict[str, list[npt.NDArray[np.float32]]] = {}
     k, v, q = (bf16_noise(rng, (1, 120, heads, 64), scale) for heads, scale in ((2, 1000.0), (2, 0.01), (4, 0.001)))
@@ -139,9 +138,7 @@ def test_a_missing_scale_plane_raises(device: Device, profile: str, lost: str) -
 
 @pytest.mark.parametrize(("route", "width"), [("decode", 1), ("decode", 16), ("prefill", 20)])
 @pytest.mark.parametrize("profile", QUANTIZED)
-def test_every_route_reads_both_scales(
-    device: Device, rng: np.random.Generator, profile: str, route: Route, width: int
-) -> None:
+def test_every_route_reads_both_scales(device: Device, rng: Rng, profile: str, route: Route, width: int) -> None:
     """S68: decode, verify and prefill: V's scales doubled double the output exactly, K's change it."""
     cache = PagedCache.build(device, profile, table=scattered_table(1, 3), rng=rng)
     cache.fill(rng, 0, 150)
@@ -161,7 +158,7 @@ def test_every_route_reads_both_scales(
 
 
 @pytest.mark.parametrize("profile", QUANTIZED)
-def test_append_writes_scales_of_its_input(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_append_writes_scales_of_its_input(device: Device, rng: Rng, profile: str) -> None:
     """S68: rows twice as large give the same codes under doubled scales."""
     k, v = (bf16_noise(rng, (1, 5, 2, 64), 4.0) for _ in "kv")
     planes = []
@@ -178,9 +175,7 @@ def test_append_writes_scales_of_its_input(device: Device, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_200_identical_prompts_agree_on_cold_and_reused_pages(
-    device: Device, rng: np.random.Generator, profile: str
-) -> None:
+def test_200_identical_prompts_agree_on_cold_and_reused_pages(device: Device, rng: Rng, profile: str) -> None:
     """S69: pages come back with other content and other scales each time; one output."""
     cache = PagedCache.build(device, profile, kv_heads=1, table=np.arange(12, dtype=np.int32).reshape(1, 12), rng=rng)
     q, k, v = (bf16_noise(rng, (1, 40, heads, 64)) for heads in (2, 1, 1))
@@ -197,7 +192,7 @@ def test_200_identical_prompts_agree_on_cold_and_reused_pages(
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_magnitudes_have_documented_results(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_magnitudes_have_documented_results(device: Device, rng: Rng, profile: str) -> None:
     """S69, codecs 8: 0.001 to 70,000 give the codec's bytes and finite outputs; infinity and NaN show as NaN."""
     signs = np.where(rng.random((1, 2, 2, 64)) < 0.5, -1.0, 1.0)
     for magnitude in (0.001, 1.0, 300.0, 500.0, 70000.0, np.inf, np.nan):

@@ -24,17 +24,18 @@ from pagedkv.values.profiles import PROFILES
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.criterion import check_causal
 from tests.kernels.paged_cache import (
+    BF16_NAN,
     MARK_BF16,
     Bits,
     HostPlanes,
     PagedCache,
+    Rng,
     assert_same_planes,
     bf16_noise,
     scattered_table,
 )
 
 ROUTES: list[Route] = ["decode", "prefill"]
-BF16_NAN = 0x7FC0
 
 
 def poisoned(device: Device, profile: str, table: list[list[int]], **choices: Any) -> PagedCache:
@@ -124,7 +125,7 @@ def test_padding_rows_of_a_graph_touch_nothing(device: Device, profile: str) -> 
     for rows in (q, k, v):
         rows[5:] = BF16_NAN
     positions = [60, 61, 62, 63, 64, 126, 0, 2**31 - 4]
-    rows_, valid = [4, 3, 2, 1, 0, -1, -1, -1], [2, 2, 2, 2, 2, 0, 0, 0]
+    rows_, valid = [4, 3, 2, 1, 0, *[-1] * 3], [*[2] * 5, *[0] * 3]
     out = cache.put(np.full_like(q, MARK_BF16))
     selectors = [cache.ints([0] * 8), cache.ints(list(range(8))), cache.ints([2] * 8)]
     inputs = tuple(map(cache.put, (q, k, v)))
@@ -183,24 +184,17 @@ def test_max_context_of_a_graph_is_not_seen_in_its_results(device: Device, profi
     table = np.zeros((1, 1024), np.int32)
     table[0, :11] = scattered_table(1, 11, permutation=rng)[0]
     cache = PagedCache.build(device, profile, table=table, rng=rng)
-    view = cache.view
-    tight = dataclasses.replace(view, max_context=tokens)
     cache.fill(rng, 0, tokens)
     q = bf16_noise(rng, (1, 1, 4, 64))
-    outs, arguments = [], (cache.put(q), cache.ints([tokens - 1]), cache.ints([0]))
-    for bound in (tight, view):
-        shape = AttentionShape("decode", 1, 1, 4, 2, 64, bound.max_context)
-        workspace = device.empty((max(workspace_bytes(shape), 1),), np.uint8)
-        out = cache.put(np.full_like(q, MARK_BF16))
-        if bound is view:
-            device.begin_capture(cache.stream)
-        cache.ops.causal_attention_cached(bound, arguments[0], out, *arguments[1:], route="decode",
-                                          workspace=workspace, stream=cache.stream)  # fmt: skip
-        if bound is view:
-            device.end_capture(cache.stream).launch(cache.stream)
-        outs.append(cache.get(out))
+    tight = dataclasses.replace(cache, view=dataclasses.replace(cache.view, max_context=tokens))
+    expected, _ = tight.attend(q, [tokens - 1], [0], route="decode")
 
-    np.testing.assert_array_equal(outs[0], outs[1])
+    out, arguments = cache.put(np.full_like(q, MARK_BF16)), (cache.ints([tokens - 1]), cache.ints([0]))
+    graph = cache.capture(cache.ops.causal_attention_cached, cache.put(q), out, *arguments, route="decode",
+                          workspace=cache.workspace("decode", q))  # fmt: skip
+    graph.launch(cache.stream)
+
+    np.testing.assert_array_equal(expected, cache.get(out))
 
 
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
@@ -337,7 +331,7 @@ def test_empty_parts_of_a_partition_merge_to_nothing(device: Device, profile: st
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_scores_far_below_zero_keep_their_softmax(device: Device, rng: np.random.Generator, route: Route) -> None:
+def test_scores_far_below_zero_keep_their_softmax(device: Device, rng: Rng, route: Route) -> None:
     """S63: an empty running maximum is -infinity, not zero: every score here is below -1000, in three key groups."""
     cache = PagedCache.build(device, "bf16", table=scattered_table(1, 20), rng=rng)
     q = np.repeat(np.abs(to_floats(bf16_noise(rng, (1, 1, 1, 64)))) + 1, 4, axis=2)
@@ -421,9 +415,7 @@ def test_a_page_stride_of_1_4_mb_reaches_page_4600() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-def test_every_group_size_is_served_or_refused_beforehand(
-    device: Device, rng: np.random.Generator, head_dim: int
-) -> None:
+def test_every_group_size_is_served_or_refused_beforehand(device: Device, rng: Rng, head_dim: int) -> None:
     """S74: what the configuration accepts, the kernels compute; what they cannot, nobody can configure."""
     cache = PagedCache.build(device, "bf16", head_dim=head_dim, kv_heads=1, table=scattered_table(1, 2), rng=rng)
     cache.fill(rng, 0, 70)
@@ -441,7 +433,7 @@ def test_every_group_size_is_served_or_refused_beforehand(
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_lengths_around_half_and_all_of_max_context(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_lengths_around_half_and_all_of_max_context(device: Device, rng: Rng, profile: str) -> None:
     """S75: max_context 4096; prompts of 1300, 2047, 2048, 2049, 4095 and 4096 tokens."""
     cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 64, permutation=rng), rng=rng)
     assert cache.view.max_context == 4096
@@ -469,18 +461,16 @@ def test_a_replay_does_not_see_what_became_of_the_objects_of_its_capture(
     expected, expected_lse = cache.attend(q, [600], [1], route=route, new_rows=(k, v))
     written = cache.host_planes()
     shape = AttentionShape(route, 1, 3, 3, 1, 64, cache.view.max_context)
-    arrays = [cache.put(rows) for rows in (q, k, v, np.full_like(q, MARK_BF16))]
-    selectors = [cache.ints([600]), cache.ints([1])]
+    arrays = [*map(cache.put, (q, k, v, np.full_like(q, MARK_BF16))), cache.ints([600]), cache.ints([1])]
     lse = cache.put(np.zeros((1, 3, 3), np.float32))
+    workspace = device.empty((max(workspace_bytes(shape), 1),), np.uint8)
     keywords: dict[str, Any] = {
-        "route": route, "valid_columns": cache.ints([3]), "scale": 0.125, "lse": lse,
-        "workspace": device.empty((max(workspace_bytes(shape), 1),), np.uint8),
+        "route": route, "valid_columns": cache.ints([3]), "scale": 0.125, "lse": lse, "workspace": workspace,
     }  # fmt: skip
     ops = Ops(device)
     ops.prepare(profile, 64)
-    device.begin_capture(cache.stream)
-    ops.causal_attention(cache.view, *arrays, *selectors, **keywords, stream=cache.stream)
-    graph = device.end_capture(cache.stream)
+    graph = cache.capture(ops.causal_attention, *arrays, **keywords)
+    del workspace
     cache.overwrite(0)  # what the eager call appended
     out, shapes = arrays[3], (arrays[3].shape, lse.shape)
     seeded = np.random.default_rng(14)
@@ -494,7 +484,6 @@ def test_a_replay_does_not_see_what_became_of_the_objects_of_its_capture(
     for array in (*arrays, *planes_of(cache), view.block_tables, lse):
         array.shape = (-1,)
     arrays.clear()
-    selectors.clear()
     keywords.clear()
     ops.kernels._loaded.clear()
     del ops

@@ -14,7 +14,7 @@ from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
 from pagedkv.values.planes import plane_inventory
 from pagedkv.values.profiles import PROFILES
-from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table, to_device
+from tests.kernels.paged_cache import PagedCache, Rng, bf16_noise, scattered_table, to_device
 
 ROLE_OF = {"k_pages": "k_code", "v_pages": "v_code", "k_scale_pages": "k_scale", "v_scale_pages": "v_scale"}
 
@@ -80,29 +80,17 @@ def test_a_view_that_lies_is_refused(device: Device, change: Any, named: str) ->
         PagedKVBatchLayerView(**{**arguments, **change(device, arguments)})
 
 
-def test_bf16_has_no_scale_planes(device: Device) -> None:
-    """C4: a superfluous plane is refused, not ignored."""
-    arguments = parts(device, "bf16")
-
-    with pytest.raises(MisuseError, match="plane k_scale of profile bf16"):
-        PagedKVBatchLayerView(**{**arguments, "k_scale_pages": device.zeros((5, 3, 64, 1), np.uint16)})
-
-
-def test_planes_that_share_bytes_are_refused(device: Device) -> None:
-    """C14.2: disjointness."""
-    arguments = parts(device, "bf16")
-
-    with pytest.raises(MisuseError, match="k_code together with v_code"):
-        PagedKVBatchLayerView(**{**arguments, "v_pages": arguments["k_pages"]})
-
-
-def test_a_misaligned_plane_is_refused(device: Device) -> None:
-    """C3.10: a plane base is 256-byte aligned; this one starts one row late."""
+def test_planes_that_bf16_has_not_share_bytes_or_are_misaligned_are_refused(device: Device) -> None:
+    """C4, C14.2, C3.10: a superfluous plane is not ignored; a base one row late is not 256-byte aligned."""
     arguments = parts(device, "bf16", pages=6)
     late = arguments["k_pages"].reshape(-1)[64 : 64 + 5 * 3 * 64 * 64].reshape(5, 3, 64, 64)
-
-    with pytest.raises(MisuseError, match="128 bytes behind"):
-        PagedKVBatchLayerView(**{**arguments, "k_pages": late, "v_pages": arguments["v_pages"][:5]})
+    for change, named in (
+        ({"k_scale_pages": device.zeros((6, 3, 64, 1), np.uint16)}, "plane k_scale of profile bf16"),
+        ({"v_pages": arguments["k_pages"]}, "k_code together with v_code"),
+        ({"k_pages": late, "v_pages": arguments["v_pages"][:5]}, "128 bytes behind"),
+    ):
+        with pytest.raises(MisuseError, match=named):
+            PagedKVBatchLayerView(**{**arguments, **change})
 
 
 def test_an_unsupported_head_dim_is_refused_at_construction(device: Device) -> None:
@@ -111,7 +99,7 @@ def test_an_unsupported_head_dim_is_refused_at_construction(device: Device) -> N
         PagedKVBatchLayerView(**{**parts(device), "head_dim": 80})
 
 
-def test_a_view_of_one_sequence_is_a_table_of_one_row(device: Device, rng: np.random.Generator) -> None:
+def test_a_view_of_one_sequence_is_a_table_of_one_row(device: Device, rng: Rng) -> None:
     """C14.1: the same bits through `batched` with table_rows = [0]."""
     cache = PagedCache.build(device, "bf16", table=scattered_table(3, 2), rng=rng)
     cache.fill(rng, 2, 70)
