@@ -36,6 +36,7 @@ from tests.host.codec_cases import (
     row_of,
 )
 from tests.oracle import codec_oracle as oracle
+from tests.oracle.attention_oracle import hadamard
 
 # ---- codecs 1: rotation ----------------------------------------------------------------------------------------------
 
@@ -51,7 +52,7 @@ def constant_row(peak: float, head_dim: int) -> U16:
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_rotation_of_a_hadamard_row_is_one_outlier(head_dim: int) -> None:
     """R times row i of the natural-order matrix is sqrt(D) at dim i and +0 elsewhere, exactly.  (codecs 1)"""
-    signs = hadamard(head_dim).astype(np.float32)
+    signs = np.sign(hadamard(head_dim)).astype(np.float32)
     rotated = codecs.rotate(np.float32(1.25) * signs)
 
     assert_same_bits((1.25 * head_dim**0.5 * np.eye(head_dim)).astype(np.float32), rotated)
@@ -236,13 +237,6 @@ def format_of(side: Side) -> str:
     return "bf16" if side[0] == "bf16" else "int8" if side in INT8_SIDES else "fp8" if side in FP8_SIDES else "fp4"
 
 
-def hadamard(head_dim: int) -> F64:
-    """Natural order: entry (i, j) is -1 to the number of ones in i & j."""
-    index = np.arange(head_dim)
-    ones = np.array([value.bit_count() for value in range(head_dim)])
-    return np.where(ones[index[:, np.newaxis] & index] % 2, -1.0, 1.0)
-
-
 def relative_error(actual: F32, reference: F64) -> float:
     return float(np.linalg.norm(actual - reference) / np.linalg.norm(reference))
 
@@ -256,7 +250,7 @@ def gaussian(side: Side, head_dim: int, rng: Rng) -> tuple[U8, U8 | None, F64]:
     code, scale = codecs.encode(*side, rows)
     reference = codecs.bf16_to_f32(rows).astype(np.float64)
     if side in ROTATED_SIDES:
-        reference = reference @ hadamard(head_dim) / head_dim**0.5
+        reference = reference @ hadamard(head_dim)
     return code, scale, reference
 
 

@@ -190,15 +190,14 @@ def test_a_plan_accounts_for_every_byte(backend: Backend | None) -> None:
         graph_allowance_bytes=7, sanitizer=True, max_context=1024,
     )  # fmt: skip
     curve = capacity_curve(config)
-    made = plan(config, curve.bytes_at(20) + 1000)
+    planned = plan(config, curve.bytes_at(20) + 1000)
 
-    assert made.pages == 20
-    assert sum(made.owners.values()) == made.bytes == curve.bytes_at(20)
-    assert made.slack + made.bytes == made.free_bytes
-    assert made.owners["sequence state"] == 17
-    assert made.owners["graph allowance"] == 7
-    assert {"guard pages", "block tables", "control buffers", "attention workspace"} <= made.owners.keys()
-    assert (made.is_clamped, made.bytes_max) == (True, curve.bytes_at(64))
+    assert planned.pages == 20
+    assert sum(planned.owners.values()) == planned.bytes == curve.bytes_at(20)
+    assert planned.slack + planned.bytes == planned.free_bytes
+    assert (planned.owners["sequence state"], planned.owners["graph allowance"]) == (17, 7)
+    assert {"guard pages", "block tables", "control buffers", "attention workspace"} <= planned.owners.keys()
+    assert (planned.is_clamped, planned.bytes_max) == (True, curve.bytes_at(64))
 
 
 @pytest.mark.parametrize(
@@ -219,10 +218,10 @@ def test_every_owner_takes_from_the_pages(other: dict[str, Any]) -> None:
 
 def test_one_lane_takes_its_single_point_although_memory_is_abundant() -> None:
     """C = 1: M_min = M_max = L.  (C5.3)"""
-    made = plan(auto_config(max_concurrency=1), 1 << 40)
+    planned = plan(auto_config(max_concurrency=1), 1 << 40)
 
-    assert (made.pages_min, made.pages, made.pages_max) == (4, 4, 4)
-    assert made.b_step > 0
+    assert (planned.pages_min, planned.pages, planned.pages_max) == (4, 4, 4)
+    assert planned.b_step > 0
 
 
 @pytest.mark.parametrize(
@@ -232,18 +231,18 @@ def test_one_lane_takes_its_single_point_although_memory_is_abundant() -> None:
 def test_the_pool_of_a_backend_follows_main(backend: Backend, pages: int) -> None:
     """MTP of K = 1, 2, 5 with C = 8: M, M + 8, M + 8, and the lead is part of B_min; Draft Full: M.  (C5.6)"""
     config = auto_config(max_concurrency=8, backend=backend)
-    made = plan(config, capacity_curve(config).bytes_at(13))
+    planned = plan(config, capacity_curve(config).bytes_at(13))
 
-    assert [pool.pages for pool in made.config.pools] == [13, pages]
+    assert [pool.pages for pool in planned.config.pools] == [13, pages]
 
 
 def test_an_explicit_capacity_is_taken_as_it_is_or_refused() -> None:
     """No headroom; F = B(M) is enough, one byte less is not.  (C5.2, C5.3)"""
     config = make_config(tokens=5 * 64 - 1)
     reserved = build_layout(config).charged_bytes
-    made = plan(config, reserved)
+    planned = plan(config, reserved)
 
-    assert (made.pages, made.tokens, made.slack, made.headroom_bytes) == (5, 320, 0, 0)
+    assert (planned.pages, planned.tokens, planned.slack, planned.headroom_bytes) == (5, 320, 0, 0)
     with refused(pk.CapacityError, "C5.3") as caught:
         plan(config, reserved - 1)
     assert (caught.value.needed_bytes, caught.value.free_bytes, caught.value.pages) == (reserved, reserved - 1, 4)
@@ -324,7 +323,7 @@ def test_advice_finds_what_fits_to_the_byte() -> None:
     assert "lower max_context to 192" not in advice(config, shorter - 1)
 
 
-def test_advice_keeps_the_wish_for_least_tokens() -> None:
+def test_advice_keeps_min_tokens() -> None:
     """A shorter context would fit, but could not use so many tokens: only memory helps.  (C5.1, C5.3)"""
     config = auto_config(max_context=256, max_concurrency=1, min_tokens=256)
 
@@ -337,11 +336,11 @@ def test_a_plan_made_explicit_is_the_same_plan(profile: str, backend: Backend | 
     """The tokens that a plan reports, given back, take the same pages and bytes of the same owners.  (C5.5, S76)"""
     config = auto_config(profile=profile, max_context=1000, max_concurrency=5, backend=backend, headroom_bytes=77)
     curve = capacity_curve(config)
-    made = plan(config, curve.bytes_at(40) + 500)
-    again = plan(dataclasses.replace(config, kv_capacity=pk.ExplicitCapacity(made.tokens)), made.free_bytes)
+    planned = plan(config, curve.bytes_at(40) + 500)
+    again = plan(dataclasses.replace(config, kv_capacity=pk.ExplicitCapacity(planned.tokens)), planned.free_bytes)
 
-    assert dataclasses.replace(again, headroom_bytes=77) == made
-    assert plan(made.config, made.free_bytes) == again
+    assert dataclasses.replace(again, headroom_bytes=77) == planned
+    assert plan(planned.config, planned.free_bytes) == again
 
 
 # ---- planned and allocated ----------------------------------------------------------------------------
@@ -364,7 +363,7 @@ def test_what_was_planned_is_what_is_allocated(
     metered.free_bytes = curve.bytes_at(min(curve.pages_min + 2, curve.pages_max))
     before = metered.allocated_bytes
     with pk.open_store(config, device=metered) as store:
-        made = plan_of(store)
+        planned = plan_of(store)
         allocated: dict[str, int] = {}
         for slab in store.layout.slabs:
             array = store._slabs[slab.name]
@@ -372,10 +371,10 @@ def test_what_was_planned_is_what_is_allocated(
             allocated[slab.owner] = allocated.get(slab.owner, 0) + array.nbytes
 
         later = ("sequence state", "graph allowance", "alignment")
-        assert allocated == {owner: count for owner, count in made.owners.items() if owner not in later}
+        assert allocated == {owner: count for owner, count in planned.owners.items() if owner not in later}
         assert metered.allocated_bytes - before == sum(allocated.values())
-        assert store.config == made.config
-        assert store.memory_summary()["main"]["capacity_pages"] == made.pages
+        assert store.config == planned.config
+        assert store.memory_summary()["main"]["capacity_pages"] == planned.pages
     del store, array
     assert metered.allocated_bytes == before
 
@@ -412,15 +411,15 @@ def test_memory_is_asked_for_after_the_caches_of_this_process_were_emptied() -> 
     curve = capacity_curve(config)
     device = MeteredDevice(free_bytes=curve.bytes_at(6) - 5000, total_bytes=1 << 39, cache_bytes=5000)
     with pk.open_store(config, device=device) as store:
-        made = plan_of(store)
+        planned = plan_of(store)
 
-        assert (made.pages, made.cache_bytes, made.free_bytes) == (6, 5000, curve.bytes_at(6))
-        assert made.total_bytes == 1 << 39
+        assert (planned.pages, planned.cache_bytes, planned.free_bytes) == (6, 5000, curve.bytes_at(6))
+        assert planned.total_bytes == 1 << 39
     device.close()
 
 
 def test_an_explicit_capacity_measures_nothing(metered: MeteredDevice) -> None:
-    """Neither caches nor free memory are looked at.  (C5.2)"""
+    """The store reads neither caches nor free memory.  (C5.2)"""
     metered.free_bytes, metered.cache_bytes = 0, 9
     with pk.open_store(make_config(), device=metered) as store:
         assert store.plan is None
@@ -476,7 +475,7 @@ def test_fewer_tokens_than_the_least_acceptable_are_refused(metered: MeteredDevi
 @pytest.mark.parametrize(
     ("pages", "min_tokens", "level"), [(20, None, "WARNING"), (20, 1280, "INFO"), (64, None, "INFO")]
 )
-def test_a_capacity_below_the_wish_is_a_visible_state(
+def test_a_capacity_below_the_maximum_is_a_visible_state(
     metered: MeteredDevice, caplog: pytest.LogCaptureFixture, pages: int, min_tokens: int | None, level: str
 ) -> None:
     """S81: free, wanted and got in one line; a warning unless the caller said that so much is enough.  (C5.3)"""
@@ -484,15 +483,15 @@ def test_a_capacity_below_the_wish_is_a_visible_state(
     curve = capacity_curve(config)
     metered.free_bytes = curve.bytes_at(pages)
     with caplog.at_level(logging.INFO, logger="pagedkv"), pk.open_store(config, device=metered) as store:
-        made = plan_of(store)
+        planned = plan_of(store)
 
     (record,) = [record for record in caplog.records if record.getMessage().startswith("capacity:")]
     assert record.levelname == level
-    assert record.getMessage() == made.summary()
-    assert f"got {pages} of 64 wanted pages" in made.summary()
-    assert f"{made.bytes} of {made.free_bytes} free bytes" in made.summary()
-    assert made.is_clamped == (pages < 64)
-    assert made.whole_sequences == pages // 16
+    assert record.getMessage() == planned.summary()
+    assert f"got {pages} of 64 wanted pages" in planned.summary()
+    assert f"{planned.bytes} of {planned.free_bytes} free bytes" in planned.summary()
+    assert planned.is_clamped == (pages < 64)
+    assert planned.whole_sequences == pages // 16
 
 
 # ---- host ---------------------------------------------------------------------------------------------
@@ -504,11 +503,11 @@ def test_the_host_arena_is_charged_by_packed_bytes() -> None:
         geometry=pk.KVGeometry(1, 3, 3, 64), profile="int8-g64", max_concurrency=4, host_arena_bytes=100_000,
     )  # fmt: skip
     (main,) = config.pools_at(4)
-    made = plan(config, 1 << 30)
+    planned = plan(config, 1 << 30)
 
     assert [plane.page_bytes for plane in main.planes] == [12_288, 12_288, 384, 384]
     assert [main.packed_bytes(pages) for pages in (0, 1, 2)] == [0, 25_600, 50_688]
-    assert made.host_pages == {"main": 3}
+    assert planned.host_pages == {"main": 3}
     assert main.packed_bytes(3) <= 100_000 < main.packed_bytes(4)
 
 
@@ -520,7 +519,7 @@ def test_the_host_arena_takes_no_device_byte() -> None:
     assert capacity_curve(with_arena) == capacity_curve(plain)
 
 
-def test_a_host_arena_that_nobody_keeps_is_refused_and_not_ignored(metered: MeteredDevice) -> None:
-    """An option that does nothing would be a lie.  (C5.7)"""
+def test_a_host_arena_without_a_host_tier_is_refused_and_not_ignored(metered: MeteredDevice) -> None:
+    """No host tier uses the arena yet.  (C5.7)"""
     with refused(pk.ConfigError, "C5.7"):
         pk.open_store(dataclasses.replace(make_config(), host_arena_bytes=1), device=metered)
