@@ -10,8 +10,7 @@ from pagedkv.devices.protocol import Array, Stream
 from pagedkv.errors import MisuseError
 from pagedkv.ops.checks import check_aligned, check_array, check_disjoint, describe
 from pagedkv.ops.modules import HasKernels
-from pagedkv.ops.selectors import Selectors
-from pagedkv.ops.views import PagedKVBatchLayerView, check_view
+from pagedkv.ops.views import PagedKVBatchLayerView, Selectors, check_view
 from pagedkv.values.profiles import ROLES, Profile, plane_schema, resolve_profile
 from pagedkv.values.quantities import ceil_div
 

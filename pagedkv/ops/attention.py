@@ -17,8 +17,7 @@ from pagedkv.errors import MisuseError
 from pagedkv.ops.append import launch_append
 from pagedkv.ops.checks import check_aligned, check_array, check_disjoint
 from pagedkv.ops.modules import HasKernels
-from pagedkv.ops.selectors import Selectors
-from pagedkv.ops.views import PagedKVBatchLayerView, check_view
+from pagedkv.ops.views import PagedKVBatchLayerView, Selectors, check_view
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
 from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, ROLES
 

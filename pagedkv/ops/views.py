@@ -1,7 +1,7 @@
 """Views: planes, block table and geometry of one layer's cache, which an op reads and writes.  (C14.1, C14.2)
 
-A view owns nothing and knows no allocator, request, reservation or frontier; positions, lengths and row selectors are
-inputs of each op.  A view is checked once, at construction, so that the ops need not check it again:
+A view owns nothing and knows no allocator, request, reservation or frontier.  Positions, lengths and row selectors are
+inputs of each op: its `Selectors`.  A view is checked once, at construction, so that no op checks it again:
 
     k_pages, v_pages               code planes, PlaneGeometry.shape of their role, C-contiguous, 256-byte aligned
     k_scale_pages, v_scale_pages   scale planes, exactly when the profile has them
@@ -171,3 +171,39 @@ def check_view(view: object) -> None:
     if not isinstance(view, PagedKVBatchLayerView):
         raise MisuseError("the view", expected="a PagedKVBatchLayerView", got=type(view).__name__,
                           remedy="pass store.views[pool][layer], or `batched` of a PagedKVLayerView", clause="C14.1")
+
+
+@dataclass(frozen=True, slots=True)
+class Selectors:
+    """Positions, table rows and live columns of a call, each (B,) int32; `live` None means that all columns are live.
+
+    The two names are those of the op's parameters: first_positions or context_lengths, valid_columns or counts.
+    """
+
+    positions: Array
+    table_rows: Array
+    live: Array | None
+    positions_name: str = "first_positions"
+    live_name: str = "valid_columns"
+
+    @property
+    def named_arrays(self) -> tuple[tuple[str, Array], ...]:
+        """The arrays of the call by name; without `live` where that is None."""
+        always = ((self.positions_name, self.positions), ("table_rows", self.table_rows))
+        return always if self.live is None else (*always, (self.live_name, self.live))
+
+    def arguments(self, view: PagedKVBatchLayerView) -> tuple[object, ...]:
+        """Return the kernel arguments that select: the table and its width, then the three arrays."""
+        tables = view.block_tables
+        return (tables, np.int32(tables.shape[1]), self.positions, self.table_rows, self.live)
+
+    def check(self, batch: int) -> None:
+        """Refuse an array that is not (B,) int32."""
+        for name, array in self.named_arrays:
+            check_array(name, array, np.int32, (batch,), "C14.4")
+
+    def check_width(self, width: int, max_context: int) -> None:
+        """Refuse a call whose columns are all live and more than a context holds."""
+        if self.live is None and width > max_context:
+            raise MisuseError("a dense call", expected=f"at most max_context = {max_context} columns",
+                              got=f"{width} columns", remedy="pass valid_columns, or fewer columns", clause="C14.2")
