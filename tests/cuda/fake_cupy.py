@@ -29,6 +29,7 @@ import numpy as np
 from pagedkv.devices.cpu.compiler import build
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.cpu.kernels import CpuModule
+from pagedkv.devices.kernels import Launch
 from pagedkv.devices.protocol import ModuleSpec
 from tests.cuda.fake_arrays import FakeArray
 
@@ -134,7 +135,8 @@ class FakeCupy:
         if self.mapped_bytes + byte_count > self.memory_bytes:
             raise OutOfMemoryError(f"Out of memory allocating {byte_count} bytes")
         self.mapped_bytes += byte_count
-        return self.device.empty((byte_count,), np.uint8, align_bytes=512)
+        block: np.ndarray = self.device.empty((byte_count,), np.uint8, align_bytes=512)
+        return block
 
     def unmap(self, block: np.ndarray) -> None:
         """Take GPU memory back; its bytes stay mapped, so that a late write lands in the next owner's."""
@@ -464,7 +466,7 @@ class _Driver:
         pointers = (ctypes.c_uint64 * len(kernel.parameters)).from_address(kernel_params)
         slots = b"".join(ctypes.string_at(pointer, 8) for pointer in pointers)
         grid, block = (grid_dim_x, grid_dim_y, grid_dim_z), (block_dim_x, block_dim_y, block_dim_z)
-        operation = kernel.operation(grid, block, slots)
+        operation = kernel.operation(Launch(grid, block, slots))
         executor = machine.device._context.executor
         machine.submit_on(machine.handles[stream], lambda: operation.run(executor))
 

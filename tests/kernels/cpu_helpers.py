@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedkv.devices.cpu.compiler import Compiler
 from pagedkv.devices.cpu.device import CpuDevice
-from pagedkv.devices.cpu.kernels import CpuKernel
+from pagedkv.devices.kernels import BaseKernel
 from pagedkv.devices.protocol import ModuleSpec
 
 ORDERS = ("ascending", "descending", "random")
@@ -40,7 +40,7 @@ def cpu_device(
         device.close()
 
 
-def kernel(device: CpuDevice, name: str, text: str) -> CpuKernel:
+def kernel(device: CpuDevice, name: str, text: str) -> BaseKernel:
     """Compile a text that defines one kernel, and give it."""
     return device.load(ModuleSpec(f"test_{name}", text=text, kernels=(name,))).kernel(name)
 

@@ -21,6 +21,7 @@ from pagedkv.devices.cpu import compiler as cpu_compiler
 from pagedkv.devices.cpu import runtime as cpu_runtime
 from pagedkv.devices.cpu.compiler import Compiler, build, find_compiler, zig_compiler
 from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.cpu.memory import Buffer
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.devices.sources import SOURCE_FOLDER, has_static_shared, module_text
 from pagedkv.errors import MissingRequirement, MisuseError
@@ -56,7 +57,7 @@ def arithmetic(device: CpuDevice, inputs: npt.NDArray[np.float32]) -> bytes:
     out = device.empty(inputs.shape[1], np.float32)
     launch(device, "arithmetic", ARITHMETIC, 16, 64, (a, b, c, out, np.int32(out.size)))
     assert np.isfinite(out).any()
-    return out.tobytes()
+    return bytes(out)
 
 
 def other_compilers() -> list[Any]:
@@ -384,7 +385,7 @@ def test_layouts_in_python_are_those_of_the_runtime(tmp_path: Path) -> None:
         ctypes.sizeof(fault),
         fault.address.offset,
         fault.text.offset,
-        ctypes.sizeof(cpu_runtime.Buffer),
+        ctypes.sizeof(Buffer),
     )
     assert " ".join(map(str, expected)) == result.stdout
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagedkv.devices.cpu.device import CpuDevice
-from pagedkv.devices.cpu.kernels import CpuKernel
+from pagedkv.devices.kernels import BaseKernel
 from pagedkv.errors import DeviceFault, MisuseError, StreamHazard
 from tests.kernels.cpu_helpers import kernel
 
@@ -36,7 +36,7 @@ def add(target: Any, amount: int) -> None:
     target += amount
 
 
-def copier(device: CpuDevice) -> CpuKernel:
+def copier(device: CpuDevice) -> BaseKernel:
     return kernel(device, "copy_ints", COPY_INTS)
 
 

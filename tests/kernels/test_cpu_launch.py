@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedkv.devices.cpu.device import CpuDevice
-from pagedkv.devices.cpu.kernels import CpuKernel
+from pagedkv.devices.kernels import BaseKernel
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.errors import DeviceFault, MisuseError
 from tests.kernels.cpu_helpers import cpu_device, kernel
@@ -45,7 +45,7 @@ extern "C" __global__ void add(const float* a, float* out, int n, float bias) {
 """
 
 
-def add_kernel(device: CpuDevice) -> tuple[CpuKernel, list[Any]]:
+def add_kernel(device: CpuDevice) -> tuple[BaseKernel, list[Any]]:
     a, out = device.zeros(8, np.float32), device.zeros(8, np.float32)
     return kernel(device, "add", ADD), [a, out, np.int32(8), np.float32(1.0)]
 
