@@ -24,6 +24,7 @@ class BaseContext(ABC):
     Attributes:
         name: "cpu" or "cuda".
         memory: the device's allocations.
+        unusable: why the device cannot be used; empty while it is open.
         capturing_on: label of the stream on which a capture began; empty when none is on.  The device writes it.
     """
 
@@ -32,20 +33,21 @@ class BaseContext(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.capturing_on = ""
-        self._state = "open"
+        self.unusable = ""
         _contexts.add(self)
 
     def check_usable(self) -> None:
         """Refuse use after `close`, and in the child of a fork, where threads and CUDA do not live."""
-        if self._state != "open":
+        if self.unusable:
             raise MisuseError(
                 f"use of the {self.name} device", expected="an open device in the process that made it",
-                got=self._state, remedy="open a device in this process", clause="C12.4",
+                got=self.unusable, remedy="open a device in this process", clause="C12.4",
             )
 
     def check_outside_capture(self, what: str) -> None:
-        """Refuse, besides, what CUDA forbids while any stream captures."""
-        self.check_usable()
+        """Refuse an unusable device, and what CUDA forbids while any stream captures."""
+        if self.unusable:
+            self.check_usable()
         if self.capturing_on:
             raise CaptureRefused(
                 what, expected="no capture on this device", got=f"one that began on {self.capturing_on}",
@@ -54,16 +56,15 @@ class BaseContext(ABC):
 
     def close(self) -> bool:
         """Become unusable; False when it was closed already."""
-        if self._state != "open":
+        if self.unusable:
             return False
-        self._state = "a closed device"
+        self.unusable = "a closed device"
         self.capturing_on = ""
         return True
 
     def note_fork(self) -> None:
         """Become unusable in the child of a fork."""
-        if self._state == "open":
-            self._state = "a device of the parent process, after fork"
+        self.unusable = self.unusable or "a device of the parent process, after fork"
 
     # -- arrays --------------------------------------------------------------------------------------------
 

@@ -58,9 +58,8 @@ class CpuContext(BaseContext):
 
     def raise_violations(self) -> None:
         """Raise DeviceFault for canaries that were overwritten when their buffers were freed."""
-        if self.memory.violations:
-            lines, self.memory.violations = self.memory.violations, []
-            self.raise_overwritten(lines)
+        lines, self.memory.violations = self.memory.violations, []
+        self.raise_overwritten(lines)
 
     def close(self) -> bool:
         """Stop the OS threads, drop waiting work and check the canaries; False when it was closed already."""

@@ -95,7 +95,8 @@ class CpuStream(BaseStream):
         self.context.driver_calls += 1
         if self.context.queues is not None:
             self.context.queues.finish(self.clock)
-        self.context.raise_violations()
+        if self.context.memory.violations:
+            self.context.raise_violations()
 
     def _record(self, event: CpuEvent) -> None:
         self.context.driver_calls += 1
@@ -131,17 +132,14 @@ class CpuGraph:
 
     def launch(self, stream: Stream) -> None:
         """Run all nodes, or queue them as one operation."""
-        own = self._own(stream, "graph.launch")
+        own: CpuStream = own_stream(self._context, stream, "graph.launch")
         if own.capture is not None:
             raise nested_graph()
+        if self._context.memory.violations:
+            self._context.raise_violations()
         own.submit(self._operation, self._footprint)
 
     def upload(self, stream: Stream) -> None:
         """Only count a driver call: the graph lies where it runs."""
-        self._own(stream, "graph.upload")
+        own_stream(self._context, stream, "graph.upload")
         self._context.driver_calls += 1
-
-    def _own(self, stream: Stream, what: str) -> CpuStream:
-        own: CpuStream = own_stream(self._context, stream, what)
-        self._context.raise_violations()
-        return own

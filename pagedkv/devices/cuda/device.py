@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from pagedkv.devices.cpu.compiler import Announce, announce_on_stderr
-from pagedkv.devices.cuda.compiler import compile_module
+from pagedkv.devices.cuda.compiler import check_options, compile_module
 from pagedkv.devices.cuda.context import CudaContext
 from pagedkv.devices.cuda.kernels import CudaModule
-from pagedkv.devices.cuda.runtime import CudaRuntime, check_options, find_cupy
+from pagedkv.devices.cuda.runtime import CudaRuntime, find_cupy
 from pagedkv.devices.cuda.streams import CudaEvent, CudaGraph, CudaStream
 from pagedkv.devices.device import BaseDevice
 from pagedkv.devices.protocol import CPU_ONLY_ATTRIBUTE, ModuleSpec, Stream
