@@ -36,6 +36,11 @@ class BaseContext(ABC):
         self.unusable = ""
         _contexts.add(self)
 
+    @property
+    @abstractmethod
+    def driver_calls(self) -> int:
+        """Counted calls so far."""
+
     def check_usable(self) -> None:
         """Refuse use after `close`, and in the child of a fork, where threads and CUDA do not live."""
         if self.unusable:

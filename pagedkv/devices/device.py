@@ -51,6 +51,11 @@ class BaseDevice(ABC):
         return f"{self._summary()}; {self._reason}" if self._reason else self._summary()
 
     @property
+    def driver_calls(self) -> int:
+        """Launches, copies, calls, records, waits, queries, synchronizations and graph launches so far."""
+        return self._context.driver_calls
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of the live arrays of `empty` and `zeros`, without alignment and guards."""
         return self._context.memory.allocated_bytes

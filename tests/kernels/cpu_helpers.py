@@ -8,10 +8,17 @@ from typing import Any
 
 from pagedkv.devices.cpu.compiler import Compiler
 from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.device import BaseDevice
 from pagedkv.devices.kernels import BaseKernel
 from pagedkv.devices.protocol import ModuleSpec
 
 ORDERS = ("ascending", "descending", "random")
+ADD = r"""
+extern "C" __global__ void add(const float* a, float* out, int n, float bias) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = a[i] + bias;
+}
+"""
 
 
 @contextmanager
@@ -40,11 +47,11 @@ def cpu_device(
         device.close()
 
 
-def kernel(device: CpuDevice, name: str, text: str) -> BaseKernel:
+def kernel(device: BaseDevice, name: str, text: str) -> BaseKernel:
     """Compile a text that defines one kernel, and give it."""
     return device.load(ModuleSpec(f"test_{name}", text=text, kernels=(name,))).kernel(name)
 
 
-def launch(device: CpuDevice, name: str, text: str, grid: int, block: int, arguments: Sequence[Any] = ()) -> None:
+def launch(device: BaseDevice, name: str, text: str, grid: int, block: int, arguments: Sequence[Any] = ()) -> None:
     """Compile a text and run its kernel once on a stream of its own."""
     kernel(device, name, text).launch((grid, 1, 1), (block, 1, 1), arguments, device.stream())

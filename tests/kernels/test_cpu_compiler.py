@@ -108,7 +108,7 @@ def test_the_baseline_without_vector_extensions_gives_the_same_bits(
 WHOLE_DEVICE_WITH_ZIG = """
 import numpy as np
 from tests.kernels.cpu_helpers import cpu_device, launch
-from tests.kernels.test_cpu_threads import REDUCE
+from tests.devices.test_cpu_threads import REDUCE
 from pagedkv.errors import DeviceFault
 with cpu_device("random", threads=2) as device:
     values, sums = device.empty((3, 128), np.float32), device.empty(3, np.float32)

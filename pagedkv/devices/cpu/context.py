@@ -26,6 +26,7 @@ class CpuContext(BaseContext):
     """
 
     memory: Memory
+    driver_calls = 0
 
     def __init__(
         self, library: Any, *, threads: int, order: str, seed: int, spin_seconds: float, schedule: str | None = None
@@ -41,7 +42,6 @@ class CpuContext(BaseContext):
         self.memory = Memory(library)
         self.executor = Executor(library, self._handle, self.memory)
         self.queues = None if schedule is None else Queues(self.memory, self.executor, schedule=schedule, seed=seed)
-        self.driver_calls = 0
 
     def set_order(self, order: str, seed: int) -> None:
         """Choose the order of lanes, warps and blocks for later launches."""

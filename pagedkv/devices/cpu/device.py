@@ -105,11 +105,6 @@ class CpuDevice(BaseDevice):
         """How often the seed decided the order of work or the time of an event, in deferred mode; else 0."""
         return 0 if self._context.queues is None else self._context.queues.choices
 
-    @property
-    def driver_calls(self) -> int:
-        """Launches, copies, calls, records, waits, queries, synchronizations and graph launches so far."""
-        return self._context.driver_calls
-
     def set_order(self, order: str, seed: int = 0) -> None:
         """Choose the order of lanes, warps and blocks for later launches."""
         self._context.check_usable()

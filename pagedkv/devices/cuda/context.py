@@ -31,6 +31,11 @@ class CudaContext(BaseContext):
         self.memory = CudaMemory(api, self.index)
         self.call_pool: Any = api.invoke("cuda.MemoryPool")
 
+    @property
+    def driver_calls(self) -> int:
+        """Counted calls so far."""
+        return self.api.calls
+
     def take_call_pool(self) -> Any:
         """Give the pool of calls to a graph, and start another one."""
         pool, self.call_pool = self.call_pool, self.api.invoke("cuda.MemoryPool")

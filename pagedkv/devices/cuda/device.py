@@ -75,11 +75,6 @@ class CudaDevice(BaseDevice):
         version = self._context.api.find("__version__")
         return f"cuda device: {self._gpu} ({self.architecture}), CuPy {version}"
 
-    @property
-    def driver_calls(self) -> int:
-        """Launches, copies, calls, records, waits, queries, synchronizations and graph launches so far."""
-        return self._context.api.calls
-
     def memory_bytes(self) -> tuple[int, int]:
         """Give free and total memory of the GPU, in bytes, as the driver reports them.  (C5.3)"""
         self._context.check_outside_capture("memory_bytes")

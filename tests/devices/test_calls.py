@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.device import BaseDevice
 from pagedkv.devices.protocol import cpu_only
 from pagedkv.errors import CaptureRefused, MisuseError
-from tests.kernels.cpu_helpers import cpu_device
 
 STEP = 2.0
 NAMES = ("a", frozenset((1, 2)))
@@ -35,13 +35,6 @@ class Accumulator:
 
 ACCUMULATOR = Accumulator()
 this_module = sys.modules[__name__]
-
-
-@pytest.fixture
-def device() -> Iterator[CpuDevice]:
-    """A quiet device with one OS thread."""
-    with cpu_device() as opened:
-        yield opened
 
 
 def plain(target: Any) -> None:
@@ -90,7 +83,7 @@ def makes_an_instance(target: Any) -> None:
     ],
 )
 def test_plain_functions_run(
-    device: CpuDevice, fn: Callable[..., Any], arguments: tuple[Any, ...], expected: list[float], is_captured: bool
+    device: BaseDevice, fn: Callable[..., Any], arguments: tuple[Any, ...], expected: list[float], is_captured: bool
 ) -> None:
     """Constants, modules, classes, defaults, local functions, recursion and scalars; eager and replayed."""
     target, stream = device.zeros(4, np.float32), device.stream()
@@ -185,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_function_that_sees_what_changes_is_refused(device: CpuDevice, name: str, is_captured: bool) -> None:
+def test_a_function_that_sees_what_changes_is_refused(device: BaseDevice, name: str, is_captured: bool) -> None:
     """Closures, methods, mutable globals and defaults, found through callees and comprehensions too."""
     fn, message = REFUSED[name]
     target, stream = device.zeros(4, np.float32), device.stream()
@@ -202,7 +195,7 @@ def test_a_function_that_sees_what_changes_is_refused(device: CpuDevice, name: s
 @pytest.mark.parametrize(
     "argument", [np.zeros(4), [1.0], "text", None, {"a": 1}, object(), np.array([1])], ids=lambda a: type(a).__name__
 )
-def test_arguments_are_device_arrays_pinned_arrays_and_scalars(device: CpuDevice, argument: Any) -> None:
+def test_arguments_are_device_arrays_pinned_arrays_and_scalars(device: BaseDevice, argument: Any) -> None:
     """Pageable memory can move under a graph; anything else can change."""
     target, stream = device.zeros(4, np.float32), device.stream()
     with pytest.raises(MisuseError, match="arrays of this device, pinned arrays and scalars"):
@@ -211,7 +204,7 @@ def test_arguments_are_device_arrays_pinned_arrays_and_scalars(device: CpuDevice
     assert not target.any()
 
 
-def test_a_call_sees_views_of_the_recorded_arrays(device: CpuDevice) -> None:
+def test_a_call_sees_views_of_the_recorded_arrays(device: BaseDevice) -> None:
     """Strided views too; what it writes goes to the same memory."""
     matrix, staging, stream = device.zeros((4, 4), np.float32), device.pinned(4, np.float32), device.stream()
     staging[:] = 0
@@ -269,26 +262,26 @@ PRODUCTS = (with_operator, with_matmul, with_method, with_einsum, with_linalg, w
 
 
 @pytest.mark.parametrize("fn", PRODUCTS, ids=lambda fn: str(fn.__name__))
-def test_library_matrix_products_are_refused_under_capture(device: CpuDevice, fn: Callable[..., Any]) -> None:
+def test_library_matrix_products_are_refused_under_capture(cpu: CpuDevice, fn: Callable[..., Any]) -> None:
     """cuBLAS refuses a capturing stream; eagerly they run."""
-    a, out, stream = device.zeros((3, 3), np.float32), device.zeros((3, 3), np.float32), device.stream()
+    a, out, stream = cpu.zeros((3, 3), np.float32), cpu.zeros((3, 3), np.float32), cpu.stream()
     a[:] = np.arange(9).reshape(3, 3)
-    device.call(stream, fn, out, a)
+    cpu.call(stream, fn, out, a)
     expected = a @ a
     assert np.array_equal(expected, out)
-    device.begin_capture(stream)
+    cpu.begin_capture(stream)
     with pytest.raises(CaptureRefused, match="library matrix product"):
-        device.call(stream, fn, out, a)
+        cpu.call(stream, fn, out, a)
 
-    assert device.end_capture(stream).nodes == ()
+    assert cpu.end_capture(stream).nodes == ()
 
 
-def test_a_function_marked_cpu_only_may_use_matrix_products(device: CpuDevice) -> None:
+def test_a_function_marked_cpu_only_may_use_matrix_products(cpu: CpuDevice) -> None:
     """The mark covers what it calls."""
-    a, out, stream = device.zeros((3, 3), np.float32), device.zeros((3, 3), np.float32), device.stream()
-    device.begin_capture(stream)
-    device.call(stream, marked, out, a)
-    graph = device.end_capture(stream)
+    a, out, stream = cpu.zeros((3, 3), np.float32), cpu.zeros((3, 3), np.float32), cpu.stream()
+    cpu.begin_capture(stream)
+    cpu.call(stream, marked, out, a)
+    graph = cpu.end_capture(stream)
     a[:] = np.arange(9).reshape(3, 3)
     graph.launch(stream)
 
@@ -300,13 +293,13 @@ def fails(target: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_an_exception_in_a_call_reaches_the_caller(device: CpuDevice) -> None:
+def test_an_exception_in_a_call_reaches_the_caller(cpu: CpuDevice) -> None:
     """At submission in eager mode, at the launch of a graph."""
-    target, stream = device.zeros(4, np.float32), device.stream()
+    target, stream = cpu.zeros(4, np.float32), cpu.stream()
     with pytest.raises(ZeroDivisionError):
-        device.call(stream, fails, target)
-    device.begin_capture(stream)
-    device.call(stream, fails, target)
-    graph = device.end_capture(stream)
+        cpu.call(stream, fails, target)
+    cpu.begin_capture(stream)
+    cpu.call(stream, fails, target)
+    graph = cpu.end_capture(stream)
     with pytest.raises(ZeroDivisionError):
         graph.launch(stream)

@@ -47,74 +47,69 @@ def test_a_write_past_the_end_names_buffer_and_thread(threads: int, index: int, 
         assert out.tolist() == [0.0] * 63 + [1.0]
 
 
-def test_a_write_before_the_start_names_the_buffer() -> None:
+def test_a_write_before_the_start_names_the_buffer(cpu: CpuDevice) -> None:
     """A page lies between the front guard and the data; behind it is the guard."""
-    with cpu_device() as device:
-        out = device.zeros(1024, np.float32, name="keys")
-        fault = fault_of(device, "store_at", STORE_AT, (out, np.int64(-1)))
+    out = cpu.zeros(1024, np.float32, name="keys")
+    fault = fault_of(cpu, "store_at", STORE_AT, (out, np.int64(-1)))
 
-        assert "4 bytes before buffer 'keys' float32 (1024,)" in str(fault)
+    assert "4 bytes before buffer 'keys' float32 (1024,)" in str(fault)
 
 
-def test_a_read_past_the_end_is_found_too() -> None:
+def test_a_read_past_the_end_is_found_too(cpu: CpuDevice) -> None:
     """Reads corrupt nothing, and on a GPU nobody would see them."""
-    with cpu_device() as device:
-        source, out = device.zeros(64, np.float32, name="source"), device.zeros(1, np.float32)
-        fault = fault_of(device, "load_at", LOAD_AT, (source, out, np.int32(64)))
+    source, out = cpu.zeros(64, np.float32, name="source"), cpu.zeros(1, np.float32)
+    fault = fault_of(cpu, "load_at", LOAD_AT, (source, out, np.int32(64)))
 
-        assert "past the end of buffer 'source'" in str(fault)
+    assert "past the end of buffer 'source'" in str(fault)
 
 
-def test_an_access_to_freed_memory_is_named() -> None:
+def test_an_access_to_freed_memory_is_named(cpu: CpuDevice) -> None:
     """The address of an array that is gone, as a stale pointer has it."""
     text = r"""extern "C" __global__ void stale(unsigned long long address) { *reinterpret_cast<int*>(address) = 1; }"""
-    with cpu_device() as device:
-        old = device.zeros(64, np.int32, name="old plane")
-        address = device.address(old)
-        del old
-        gc.collect()
-        fault = fault_of(device, "stale", text, (np.uint64(address),))
+    old = cpu.zeros(64, np.int32, name="old plane")
+    address = cpu.address(old)
+    del old
+    gc.collect()
+    fault = fault_of(cpu, "stale", text, (np.uint64(address),))
 
-        assert "in buffer 'old plane' int32 (64,), which was freed" in str(fault)
+    assert "in buffer 'old plane' int32 (64,), which was freed" in str(fault)
 
 
 @pytest.mark.parametrize("offset", [10, 15, -1, -700])
-def test_a_write_into_the_slack_is_found_by_its_canary(offset: int) -> None:
+def test_a_write_into_the_slack_is_found_by_its_canary(cpu: CpuDevice, offset: int) -> None:
     """10 bytes in 256-byte alignment leave slack before the guard page; canaries stand there and in front."""
     text = r"""extern "C" __global__ void poke(unsigned char* out, int offset) { out[offset] = 1; }"""
-    with cpu_device() as device:
-        out = device.zeros(10, np.uint8, name="bytes")
-        device.check_canaries()
-        launch(device, "poke", text, 1, 1, (out, np.int32(offset)))
-        where = f"{offset - 10} bytes past its end" if offset > 0 else f"{-offset} bytes before its start"
-        with pytest.raises(DeviceFault, match=f"buffer 'bytes' uint8 .* was overwritten {where}"):
-            device.check_canaries()
+    out = cpu.zeros(10, np.uint8, name="bytes")
+    cpu.check_canaries()
+    launch(cpu, "poke", text, 1, 1, (out, np.int32(offset)))
+    where = f"{offset - 10} bytes past its end" if offset > 0 else f"{-offset} bytes before its start"
+    with pytest.raises(DeviceFault, match=f"buffer 'bytes' uint8 .* was overwritten {where}"):
+        cpu.check_canaries()
 
-        out_address = device.address(out)
-        launch(device, "heal", HEAL, 1, 1, (np.uint64(out_address + offset),))
-        device.check_canaries()
+    out_address = cpu.address(out)
+    launch(cpu, "heal", HEAL, 1, 1, (np.uint64(out_address + offset),))
+    cpu.check_canaries()
 
 
 HEAL = r"""extern "C" __global__ void heal(unsigned long long at) { *reinterpret_cast<unsigned char*>(at) = 0xA5; }"""
 
 
-def test_a_canary_is_checked_when_the_buffer_is_freed() -> None:
+def test_a_canary_is_checked_when_the_buffer_is_freed(cpu: CpuDevice) -> None:
     """The next launch or synchronization tells; a destructor cannot."""
     text = r"""extern "C" __global__ void poke(unsigned char* out, int offset) { out[offset] = 1; }"""
-    with cpu_device() as device:
-        out = device.zeros(10, np.uint8, name="short lived")
-        stream = device.stream()
-        launch(device, "poke", text, 1, 1, (out, np.int32(12)))
-        stream.synchronize()
-        del out
-        gc.collect()
-        with pytest.raises(DeviceFault, match="buffer 'short lived' uint8"):
-            stream.synchronize()
-
+    out = cpu.zeros(10, np.uint8, name="short lived")
+    stream = cpu.stream()
+    launch(cpu, "poke", text, 1, 1, (out, np.int32(12)))
+    stream.synchronize()
+    del out
+    gc.collect()
+    with pytest.raises(DeviceFault, match="buffer 'short lived' uint8"):
         stream.synchronize()
 
+    stream.synchronize()
 
-def test_a_write_past_shared_memory_names_the_array() -> None:
+
+def test_a_write_past_shared_memory_names_the_array(cpu: CpuDevice) -> None:
     """Shared arrays have guard pages of their own, one behind the other."""
     text = r"""
 extern "C" __global__ void shared_over(int* out, int index) {
@@ -124,32 +119,30 @@ extern "C" __global__ void shared_over(int* out, int index) {
     second[index] = 1;
     out[0] = first[0];
 }"""
-    with cpu_device() as device:
-        out = device.zeros(1, np.int32)
-        past = fault_of(device, "shared_over", text, (out, np.int32(101)))
-        before = fault_of(device, "shared_over", text, (out, np.int32(-1025)))
-        launch(device, "shared_over", text, 3, 32, (out, np.int32(99)))
+    out = cpu.zeros(1, np.int32)
+    past = fault_of(cpu, "shared_over", text, (out, np.int32(101)))
+    before = fault_of(cpu, "shared_over", text, (out, np.int32(-1025)))
+    launch(cpu, "shared_over", text, 3, 32, (out, np.int32(99)))
 
-        assert "an access 4 bytes past the end of shared buffer 'second' (400 bytes)" in str(past)
-        assert "before shared buffer 'second'" in str(before)
-        assert int(out[0]) == 1
+    assert "an access 4 bytes past the end of shared buffer 'second' (400 bytes)" in str(past)
+    assert "before shared buffer 'second'" in str(before)
+    assert int(out[0]) == 1
 
 
-def test_slack_behind_shared_memory_is_watched() -> None:
+def test_slack_behind_shared_memory_is_watched(cpu: CpuDevice) -> None:
     """6 bytes in an alignment of 16: the canary tells when the block ends."""
     text = r"""
 extern "C" __global__ void shared_slack(int index) {
     PK_SHARED(unsigned char, six, 6);
     six[index] = 1;
 }"""
-    with cpu_device() as device:
-        fault = fault_of(device, "shared_slack", text, (np.int32(8),), block=1)
-        launch(device, "shared_slack", text, 1, 1, (np.int32(5),))
+    fault = fault_of(cpu, "shared_slack", text, (np.int32(8),), block=1)
+    launch(cpu, "shared_slack", text, 1, 1, (np.int32(5),))
 
-        assert "shared buffer 'six' (6 bytes) was written 2 bytes past its end" in str(fault)
+    assert "shared buffer 'six' (6 bytes) was written 2 bytes past its end" in str(fault)
 
 
-def test_fresh_memory_is_poison() -> None:
+def test_fresh_memory_is_poison(cpu: CpuDevice) -> None:
     """Device memory at allocation, shared memory at the start of every block; zeros are zero."""
     text = r"""
 extern "C" __global__ void poison(unsigned* out) {
@@ -157,17 +150,16 @@ extern "C" __global__ void poison(unsigned* out) {
     out[blockIdx.x * 32 + threadIdx.x] = cell[threadIdx.x];
     cell[threadIdx.x] = 0;
 }"""
-    with cpu_device() as device:
-        out = device.zeros((4, 32), np.uint32)
-        launch(device, "poison", text, 4, 32, (out,))
+    out = cpu.zeros((4, 32), np.uint32)
+    launch(cpu, "poison", text, 4, 32, (out,))
 
-        assert np.unique(out).tolist() == [0xFFFFFFFF]
-        assert np.unique(device.empty(1000, np.uint8)).tolist() == [0xFF]
-        assert np.unique(device.pinned(1000, np.uint8)).tolist() == [0xFF]
-        assert np.unique(device.zeros(1000, np.uint8)).tolist() == [0]
+    assert np.unique(out).tolist() == [0xFFFFFFFF]
+    assert np.unique(cpu.empty(1000, np.uint8)).tolist() == [0xFF]
+    assert np.unique(cpu.pinned(1000, np.uint8)).tolist() == [0xFF]
+    assert np.unique(cpu.zeros(1000, np.uint8)).tolist() == [0]
 
 
-def test_too_much_shared_memory_is_refused() -> None:
+def test_too_much_shared_memory_is_refused(cpu: CpuDevice) -> None:
     """227 KiB is what a block may have."""
     text = r"""
 extern "C" __global__ void greedy() {
@@ -175,10 +167,9 @@ extern "C" __global__ void greedy() {
     PK_SHARED(float, large, 60000);
     small[0] = large[0];
 }"""
-    with cpu_device() as device:
-        fault = fault_of(device, "greedy", text, (), block=1)
+    fault = fault_of(cpu, "greedy", text, (), block=1)
 
-        assert "too much shared memory: 'large' (240000 bytes) brings the block to 244000 bytes" in str(fault)
+    assert "too much shared memory: 'large' (240000 bytes) brings the block to 244000 bytes" in str(fault)
 
 
 SIGNALS = {
@@ -202,17 +193,16 @@ extern "C" __global__ void overflow(int* p, int d) { PK_SHARED(int, o, 1); o[0] 
 
 
 @pytest.mark.parametrize("name", SIGNALS)
-def test_a_signal_in_a_kernel_is_a_fault(name: str) -> None:
+def test_a_signal_in_a_kernel_is_a_fault(cpu: CpuDevice, name: str) -> None:
     """Null pointers, integer division by zero, __trap and a stack that is too small; twenty times over."""
     text, message = SIGNALS[name]
-    with cpu_device() as device:
-        out = device.zeros(1, np.int32)
-        argument = out if name == "divide" else None
-        for _ in range(20):
-            fault = fault_of(device, name, text, (argument, np.int32(0)))
-            assert message in str(fault)
-            assert (name, (0, 0, 0)) == (fault.fields["kernel"], fault.fields["block"])
-        launch(device, "store_at", STORE_AT, 3, 32, (device.zeros(1, np.float32), np.int64(0)))
+    out = cpu.zeros(1, np.int32)
+    argument = out if name == "divide" else None
+    for _ in range(20):
+        fault = fault_of(cpu, name, text, (argument, np.int32(0)))
+        assert message in str(fault)
+        assert (name, (0, 0, 0)) == (fault.fields["kernel"], fault.fields["block"])
+    launch(cpu, "store_at", STORE_AT, 3, 32, (cpu.zeros(1, np.float32), np.int64(0)))
 
 
 def test_a_fault_in_one_block_stops_the_launch_on_every_os_thread() -> None:
@@ -300,13 +290,12 @@ def test_a_signal_outside_a_kernel_goes_to_the_previous_handler(how: str) -> Non
     assert ("Fatal Python error" in result.stderr) == (how != "plain")
 
 
-def test_a_fault_names_the_source_line_when_binutils_are_there() -> None:
+def test_a_fault_names_the_source_line_when_binutils_are_there(cpu: CpuDevice) -> None:
     """Line tables are in every module; addr2line reads them."""
-    with cpu_device() as device:
-        out = device.zeros(64, np.float32)
-        found = kernel(device, "store_at", STORE_AT)
-        with pytest.raises(DeviceFault) as caught:
-            found.launch((3, 1, 1), (32, 1, 1), (out, np.int64(64)), device.stream())
-        words = str(caught.value.fields["reason"]).split(" at ")
+    out = cpu.zeros(64, np.float32)
+    found = kernel(cpu, "store_at", STORE_AT)
+    with pytest.raises(DeviceFault) as caught:
+        found.launch((3, 1, 1), (32, 1, 1), (out, np.int64(64)), cpu.stream())
+    words = str(caught.value.fields["reason"]).split(" at ")
 
-        assert len(words) == 1 or words[-1] == "test_store_at.cu:3"
+    assert len(words) == 1 or words[-1] == "test_store_at.cu:3"

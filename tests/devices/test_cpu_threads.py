@@ -241,16 +241,15 @@ extern "C" __global__ void indices(int* out) {
 """
 
 
-def test_thread_and_block_indices_cover_three_dimensions() -> None:
+def test_thread_and_block_indices_cover_three_dimensions(cpu: CpuDevice) -> None:
     """x runs fastest, then y, then z; a launch of another shape on the same device starts afresh."""
-    with cpu_device() as device:
-        found = kernel(device, "indices", INDICES)
-        for grid, block in (((3, 2, 2), (5, 3, 2)), ((1, 1, 4), (2, 2, 9)), ((3, 2, 2), (5, 3, 2))):
-            out = device.empty(grid[::-1] + block[::-1], np.int32)
-            found.launch(grid, block, (out,), device.stream())
-            bz, by, bx, tz, ty, tx = np.indices(out.shape)
+    found = kernel(cpu, "indices", INDICES)
+    for grid, block in (((3, 2, 2), (5, 3, 2)), ((1, 1, 4), (2, 2, 9)), ((3, 2, 2), (5, 3, 2))):
+        out = cpu.empty(grid[::-1] + block[::-1], np.int32)
+        found.launch(grid, block, (out,), cpu.stream())
+        bz, by, bx, tz, ty, tx = np.indices(out.shape)
 
-            assert np.array_equal(out, tx + 10 * ty + 100 * tz + 1000 * bx + 10000 * by + 100000 * bz)
+        assert np.array_equal(out, tx + 10 * ty + 100 * tz + 1000 * bx + 10000 * by + 100000 * bz)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -367,18 +366,17 @@ DIVERGENT = {
 
 
 @pytest.mark.parametrize("name", DIVERGENT)
-def test_divergence_is_an_exact_error(name: str) -> None:
+def test_divergence_is_an_exact_error(cpu: CpuDevice, name: str) -> None:
     """Kernel, block, thread and both places are named; the next launch works."""
     text, message, thread = DIVERGENT[name]
     block = 20 if name == "partial_warp" else 64 if "barrier" in message or name == "in_a_collective" else 32
-    with cpu_device() as device:
-        out = device.empty(64, np.int32)
-        with pytest.raises(DeviceFault, match=message) as caught:
-            launch(device, name, text, 2, block, (out,))
-        launch(device, "race", RACE, 1, 64, (out,))
+    out = cpu.empty(64, np.int32)
+    with pytest.raises(DeviceFault, match=message) as caught:
+        launch(cpu, name, text, 2, block, (out,))
+    launch(cpu, "race", RACE, 1, 64, (out,))
 
-        assert (name, (0, 0, 0), thread) == tuple(caught.value.fields[key] for key in ("kernel", "block", "thread"))
-        assert out.tolist() == [-1] * 63 + [0]
+    assert (name, (0, 0, 0), thread) == tuple(caught.value.fields[key] for key in ("kernel", "block", "thread"))
+    assert out.tolist() == [-1] * 63 + [0]
 
 
 PARTIAL_WARP = r"""
