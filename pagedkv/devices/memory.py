@@ -75,9 +75,7 @@ class BaseMemory(ABC):
         return None
 
 
-def check_allocation(
-    shape: Shape, dtype: npt.DTypeLike, align_bytes: int = 1
-) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def check_allocation(shape: Shape, dtype: npt.DTypeLike, align_bytes: int = 1) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Check what a caller asks for, and give it as NumPy's own types."""
     extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
     resolved = np.dtype(dtype)

@@ -2,16 +2,16 @@
 
     CudaDevice(runtime=CudaRuntime(FakeCupy(cpu_device)))
 
-Everything below the one door (`pagedkv/devices/cuda/runtime.py`) is here; above it runs the product.  A stream runs
-work at once, so nothing is proved about order (`tests/gpu` does that); what is proved is what the cuda device asks of
-CuPy, in which order, and what it does with a refusal.  Names that are not needed are absent, and a test holds the
-present ones against CuPy's own docstrings.
+The product runs above the one door (`pagedkv/devices/cuda/runtime.py`), this file below it.  A stream runs work at
+once, so tests prove nothing about order here (`tests/gpu` does that).  They prove which calls the cuda device makes to
+CuPy, in which order, and what it does after a refusal.  Only the names that the device uses exist, and a test compares
+them with CuPy's own docstrings.
 
-    capture   work on streams that take part is recorded; a stream joins by waiting for a captured event
+    capture   streams that take part record their work; a stream joins by waiting for a captured event
               refused: allocation that the pool cannot serve, synchronization, queries, the default stream,
               streams that were not joined, matrix products, values read back; a refusal breaks the capture
-    memory    blocks of a dead pool are handed out again at once, so a graph that lost its pool shows
-    kernels   NVRTC compiles with the cpu device's compiler and hands over what its PTX would say of signatures
+    memory    the GPU hands blocks of a dead pool out again at once, so a graph that lost its pool fails
+    kernels   NVRTC is the cpu device's compiler, and gives the signatures as its PTX would
 """
 
 from __future__ import annotations
@@ -46,27 +46,19 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
-class CUDADriverError(RuntimeError):
-    """As CuPy's."""
+class CUDADriverError(RuntimeError): ...
 
 
-class NVRTCError(RuntimeError):
-    """As CuPy's."""
+class NVRTCError(RuntimeError): ...
 
 
-class OutOfMemoryError(MemoryError):
-    """As CuPy's."""
+class OutOfMemoryError(MemoryError): ...
 
 
 class FakeCupy:
-    """The module `cupy` of one machine, with one GPU of architecture sm_90.
+    """The module `cupy` of one machine, with one GPU of architecture sm_90 and `memory_bytes`.
 
-    Args:
-        device: runs the kernels and maps the memory.
-        memory_bytes: of the GPU.
-
-    Attributes:
-        log: names of the runtime calls made, in order.
+    `device` runs the kernels and maps the memory; `log` holds the names of the runtime calls, in order.
     """
 
     __version__ = "14.2.0"
@@ -87,41 +79,34 @@ class FakeCupy:
         self.cuda = _cuda(self)
 
     def get_default_memory_pool(self) -> MemoryPool:
-        """Give the pool of code that asked for no other."""
         return self.default_pool
 
     # ---- what arrays ask -------------------------------------------------------------------------------------------
 
     @property
     def is_recording(self) -> bool:
-        """Does the current stream capture?"""
         return bool(self.streams) and self.streams[-1].recording is not None
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Run on the current stream, or record there."""
         if self.recording is not None and not self.streams:
             raise self.capture_error(IMPLICIT)
         self.submit_on(self.streams[-1] if self.streams else None, work)
 
     def submit_on(self, stream: Any, work: Callable[[], object]) -> None:
-        """Run on one stream, or record there."""
         if stream is not None and stream.recording is not None:
             stream.recording.add(stream, work)
         else:
             work()
 
     def allocate(self, byte_count: int) -> Any:
-        """Allocate as an array function does."""
         return (self.allocators[-1] if self.allocators else self.default_pool.malloc)(byte_count)
 
     def capture_error(self, status: int) -> CUDARuntimeError:
-        """Break the capture and give the error."""
         if self.recording is not None:
             self.recording.is_broken = True
         return CUDARuntimeError(status)
 
     def forbid_in_capture(self) -> None:
-        """Refuse what the thread-local capture mode refuses to this thread."""
         if self.recording is not None:
             raise self.capture_error(NOT_PERMITTED)
 
@@ -150,8 +135,6 @@ class FakeCupy:
 
 
 class Recording:
-    """One capture."""
-
     def __init__(self, origin: Any) -> None:
         self.origin = origin
         self.work: list[Callable[[], object]] = []
@@ -160,13 +143,11 @@ class Recording:
         self.is_broken = False
 
     def add(self, stream: Any, work: Callable[[], object]) -> None:
-        """Record one node behind the stream's tail."""
         self.after.append(set(stream.tail))
         self.work.append(work)
         stream.tail = {len(self.work) - 1}
 
     def is_joined(self) -> bool:
-        """Does the origin's tail wait for everything?"""
         reached: set[int] = set()
         pending = list(self.origin.tail)
         while pending:
@@ -222,25 +203,20 @@ class MemoryPool:
         self.live_bytes = 0
 
     def malloc(self, size: int) -> MemoryPointer:
-        """Give a block."""
         found = self.blocks.get(size)
         block = found.pop() if found else self.machine.map(size)
         return MemoryPointer(PooledMemory(self, block), 0)
 
     def used_bytes(self) -> int:
-        """Bytes of live blocks."""
         return self.live_bytes
 
     def free_bytes(self) -> int:
-        """Bytes of free blocks."""
         return sum(block.size for blocks in self.blocks.values() for block in blocks)
 
     def total_bytes(self) -> int:
-        """Both."""
         return self.used_bytes() + self.free_bytes()
 
     def free_all_blocks(self, stream: Any = None) -> None:
-        """Give free blocks back to the GPU."""
         blocks, self.blocks = self.blocks, {}
         for found in blocks.values():
             for block in found:

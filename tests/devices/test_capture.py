@@ -285,11 +285,7 @@ def test_a_fault_in_a_replay_names_its_kernel_and_stops_there(cpu: CpuDevice) ->
     """Later nodes do not run; the graph can be launched again when memory says otherwise."""
     text = r"""
 extern "C" __global__ void store_where(const int* where, float* out) { out[where[0]] = 1.0f; }"""
-    where, out, done = (
-        cpu.zeros(1, np.int32),
-        cpu.zeros(64, np.float32, name="out"),
-        cpu.zeros(1, np.float32),
-    )
+    where, out, done = (cpu.zeros(1, np.int32), cpu.zeros(64, np.float32, name="out"), cpu.zeros(1, np.float32))
     stream = cpu.stream()
     found = kernel(cpu, "store_where", text)
     cpu.begin_capture(stream)

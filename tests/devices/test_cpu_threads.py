@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -114,6 +116,19 @@ extern "C" __global__ void wait_for_neighbour(volatile int* flags) {
 """
 
 
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest) -> str:
+    """Each order of lanes, warps and blocks."""
+    return str(request.param)
+
+
+@pytest.fixture
+def ordered(order: str) -> Iterator[CpuDevice]:
+    """A device of each order."""
+    with cpu_device(order, seed=5) as opened:
+        yield opened
+
+
 def reduce_rows(device: CpuDevice, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     rows, count = values.shape
     source, sums = device.empty(values.shape, np.float32), device.empty(rows, np.float32)
@@ -123,7 +138,6 @@ def reduce_rows(device: CpuDevice, values: npt.NDArray[np.float32]) -> npt.NDArr
     return np.array(sums)
 
 
-@pytest.mark.parametrize("order", ORDERS)
 def test_a_reduction_through_shared_memory_has_the_same_bits_in_every_order(
     order: str, rng: np.random.Generator
 ) -> None:
@@ -148,32 +162,28 @@ def test_blocks_on_several_os_threads_give_the_bits_of_one(threads: int, rng: np
             assert expected.tobytes() == reduce_rows(device, values).tobytes()
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("block", [32, 64, 1024])
-def test_collectives_agree_with_their_definition(order: str, block: int, rng: np.random.Generator) -> None:
+def test_collectives_agree_with_their_definition(ordered: CpuDevice, block: int, rng: np.random.Generator) -> None:
     """Shuffles with and without width, votes, half-warp masks, counting barriers; one bit of `out` per check."""
-    with cpu_device(order, seed=block) as device:
-        values, out = device.empty(block, np.int32), device.empty(block, np.int32)
-        values[:] = rng.integers(-1000, 1000, block)
-        launch(device, "collectives", COLLECTIVES, 1, block, (values, out))
-        expected = 0 if block >= 64 else 1 << 11 | 1 << 12 | 1 << 13  # thread 63 and 40 threads exist from 64 on
+    values, out = ordered.empty(block, np.int32), ordered.empty(block, np.int32)
+    values[:] = rng.integers(-1000, 1000, block)
+    launch(ordered, "collectives", COLLECTIVES, 1, block, (values, out))
+    expected = 0 if block >= 64 else 1 << 11 | 1 << 12 | 1 << 13  # thread 63 and 40 threads exist from 64 on
 
-        assert [expected] * block == out.tolist()
+    assert [expected] * block == out.tolist()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_array_reductions_have_the_bits_of_the_shuffle_tree(order: str, rng: np.random.Generator) -> None:
+def test_array_reductions_have_the_bits_of_the_shuffle_tree(ordered: CpuDevice, rng: np.random.Generator) -> None:
     """NaN, both infinities, both zeros and denormals included; 70 values take two rendezvous."""
     special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-42, -1e-42, 3.0e38], np.float32)
-    with cpu_device(order, seed=5) as device:
-        values, mismatches = device.empty((70, 32), np.float32), device.empty(32, np.uint32)
-        values[:] = rng.standard_normal((70, 32), np.float32) * np.float32(2.0) ** rng.integers(-60, 60, (70, 32))
-        values[10:40] = rng.choice(special, (30, 32))
-        values[40:45] = rng.choice(special[3:5], (5, 32))
-        values[45, :] = np.nan
-        launch(device, "warp_reduce", WARP_REDUCE, 1, 32, (values, mismatches))
+    values, mismatches = ordered.empty((70, 32), np.float32), ordered.empty(32, np.uint32)
+    values[:] = rng.standard_normal((70, 32), np.float32) * np.float32(2.0) ** rng.integers(-60, 60, (70, 32))
+    values[10:40] = rng.choice(special, (30, 32))
+    values[40:45] = rng.choice(special[3:5], (5, 32))
+    values[45, :] = np.nan
+    launch(ordered, "warp_reduce", WARP_REDUCE, 1, 32, (values, mismatches))
 
-        assert [0] * 32 == mismatches.tolist()
+    assert [0] * 32 == mismatches.tolist()
 
 
 def test_a_data_race_gives_different_bits_in_another_order() -> None:
@@ -213,21 +223,19 @@ extern "C" __global__ void order_of_blocks(int* next, int* seen) {
 """
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_block_runs_once_in_the_chosen_order(order: str) -> None:
+def test_every_block_runs_once_in_the_chosen_order(ordered: CpuDevice, order: str) -> None:
     """Three dimensions of grid; the random order is a permutation."""
-    with cpu_device(order, seed=4) as device:
-        following, seen = device.zeros(1, np.int32), device.empty(60, np.int32)
-        found = kernel(device, "order_of_blocks", ORDER_OF_BLOCKS)
-        found.launch((5, 4, 3), (1, 1, 1), (following, seen), device.stream())
+    following, seen = ordered.zeros(1, np.int32), ordered.empty(60, np.int32)
+    found = kernel(ordered, "order_of_blocks", ORDER_OF_BLOCKS)
+    found.launch((5, 4, 3), (1, 1, 1), (following, seen), ordered.stream())
 
-        assert sorted(seen.tolist()) == list(range(60))
-        if order == "ascending":
-            assert seen.tolist() == list(range(60))
-        elif order == "descending":
-            assert seen.tolist() == list(range(59, -1, -1))
-        else:
-            assert seen.tolist() not in (list(range(60)), list(range(59, -1, -1)))
+    assert sorted(seen.tolist()) == list(range(60))
+    if order == "ascending":
+        assert seen.tolist() == list(range(60))
+    elif order == "descending":
+        assert seen.tolist() == list(range(59, -1, -1))
+    else:
+        assert seen.tolist() not in (list(range(60)), list(range(59, -1, -1)))
 
 
 INDICES = r"""
@@ -252,16 +260,14 @@ def test_thread_and_block_indices_cover_three_dimensions(cpu: CpuDevice) -> None
         assert np.array_equal(out, tx + 10 * ty + 100 * tz + 1000 * bx + 10000 * by + 100000 * bz)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_spin_loops_let_others_run(order: str) -> None:
+def test_spin_loops_let_others_run(ordered: CpuDevice) -> None:
     """An atomic that changes nothing, and __nanosleep, yield: the holder of a lock gets its turn."""
-    with cpu_device(order, seed=2) as device:
-        lock, counter = device.zeros(1, np.int32), device.zeros(1, np.int32)
-        launch(device, "spin_lock", SPIN_LOCK, 3, 96, (lock, counter))
-        flags = device.zeros(64, np.int32)
-        launch(device, "wait_for_neighbour", WAIT_FOR_NEIGHBOUR, 1, 64, (flags,))
+    lock, counter = ordered.zeros(1, np.int32), ordered.zeros(1, np.int32)
+    launch(ordered, "spin_lock", SPIN_LOCK, 3, 96, (lock, counter))
+    flags = ordered.zeros(64, np.int32)
+    launch(ordered, "wait_for_neighbour", WAIT_FOR_NEIGHBOUR, 1, 64, (flags,))
 
-        assert (288, 7) == (int(counter[0]), int(flags[0]))
+    assert (288, 7) == (int(counter[0]), int(flags[0]))
 
 
 def test_a_lock_holds_between_os_threads() -> None:
@@ -390,16 +396,14 @@ extern "C" __global__ void partial(unsigned* out) {
 """
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_partial_warp_takes_part_with_the_lanes_it_has(order: str) -> None:
+def test_a_partial_warp_takes_part_with_the_lanes_it_has(ordered: CpuDevice) -> None:
     """Lanes that a block does not have are not waited for, as on a GPU."""
-    with cpu_device(order) as device:
-        out = device.empty(40, np.uint32)
-        launch(device, "partial", PARTIAL_WARP, 1, 40, (out,))
-        votes = [0xAAAAAA00] * 32 + [0xAA00] * 8
+    out = ordered.empty(40, np.uint32)
+    launch(ordered, "partial", PARTIAL_WARP, 1, 40, (out,))
+    votes = [0xAAAAAA00] * 32 + [0xAA00] * 8
 
-        assert [v & 0xFF for v in out.tolist()] == [t + 1 if t % 8 < 7 else t for t in range(40)]
-        assert [v & 0xFFFFFF00 for v in out.tolist()] == votes
+    assert [v & 0xFF for v in out.tolist()] == [t + 1 if t % 8 < 7 else t for t in range(40)]
+    assert [v & 0xFFFFFF00 for v in out.tolist()] == votes
 
 
 COOPERATE = r"""
@@ -442,7 +446,6 @@ extern "C" __global__ void last_block(int* done, int* partial, int* total) {
 """
 
 
-@pytest.mark.parametrize("order", ORDERS)
 def test_the_last_block_sees_the_work_of_all_others(order: str) -> None:
     """Counter, fence and shared flag, in every order and on several OS threads."""
     with cpu_device(order, threads=3) as device:

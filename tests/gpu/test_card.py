@@ -15,15 +15,7 @@ from pagedkv.devices.cuda import staging as cuda_staging
 from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.graphs import DecodeLoop
 from tests.checkout import ROOT
-from tests.cuda.test_device_on_fake import (
-    double,
-    fill,
-    hidden_product,
-    pair,
-    read_back,
-    sum_of_products,
-    with_numpy,
-)
+from tests.cuda.test_device_on_fake import double, fill, hidden_product, pair, read_back, sum_of_products, with_numpy
 from tests.graphs.test_decode_loop import GEOMETRY
 from tests.toy_model import ToyModel
 

@@ -48,6 +48,13 @@ def mover_of(device: Device, planes: Planes, **options: Any) -> PageMover:
     return PageMover(device, Ops(device), device.stream(), {"main": planes}, **options)
 
 
+def move(mover: PageMover, direction: Any, runs: Any, **options: Any) -> None:
+    """Submit a transfer of the pool and wait for it."""
+    ticket = mover.submit(direction, "main", runs, **options)
+    assert ticket is not None
+    mover.wait(ticket)
+
+
 def page_bytes(plane: npt.NDArray[Any], geometry: PlaneGeometry, pages: npt.NDArray[Any] | list[int]) -> Bytes:
     """Return the listed pages as (n, bytes), whatever the order of the plane."""
     by_page = plane if geometry.order == "page-major" else plane.swapaxes(0, 1)
@@ -65,13 +72,12 @@ def parts(extent: Bytes, planes: Planes, pages: int) -> list[tuple[npt.NDArray[A
 
 def host_planes(device: Device, planes: Planes) -> list[npt.NDArray[Any]]:
     """Copy every plane to the host."""
-    stream, found = device.stream(), []
-    for plane, geometry in planes:
-        host = np.empty(geometry.shape, geometry.dtype)
+    stream = device.stream()
+    copies = [np.empty(geometry.shape, geometry.dtype) for _, geometry in planes]
+    for host, (plane, _) in zip(copies, planes, strict=True):
         device.copy(host, plane, stream)
-        stream.synchronize()
-        found.append(host)
-    return found
+    stream.synchronize()
+    return copies
 
 
 @pytest.mark.parametrize("method", ["copies", "packed"])
@@ -86,16 +92,10 @@ def test_pages_go_out_and_come_back_in_other_places(
     mover = mover_of(device, planes, staging_pages=2)
     old, new, host = [7, 8, 2, 9, 10], [0, 4, 3, 5, 1], np.arange(5, dtype=np.int32)
     extent = device.pinned((mover.packed_bytes("main", 5),), np.uint8)
-    runs = page_runs(np.array(old, np.int32), host)
-    ticket = mover.submit("d2h", "main", runs, host=extent, host_pages=5, method=method)
-    assert ticket is not None
-    mover.wait(ticket)
+    move(mover, "d2h", page_runs(np.array(old, np.int32), host), host=extent, host_pages=5, method=method)
     for (part, packed), plane, (_, geometry) in zip(parts(extent, planes, 5), before, planes, strict=True):
         assert np.array_equal(page_bytes(part, packed, list(range(5))), page_bytes(plane, geometry, old))
-    runs = page_runs(host, np.array(new, np.int32))
-    back = mover.submit("h2d", "main", runs, host=extent, host_pages=5, method=method)
-    assert back is not None
-    mover.wait(back)
+    move(mover, "h2d", page_runs(host, np.array(new, np.int32)), host=extent, host_pages=5, method=method)
 
     for after, plane, (_, geometry) in zip(host_planes(device, planes), before, planes, strict=True):
         assert np.array_equal(page_bytes(after, geometry, new), page_bytes(plane, geometry, old))
@@ -110,9 +110,7 @@ def test_pages_move_within_the_device(device: Device, noise: Any, order: PageOrd
     before = host_planes(device, planes)
     mover = mover_of(device, planes)
     old, new = np.array([2, 3, 4], np.int32), np.array([8, 9, 0], np.int32)
-    ticket = mover.submit("d2d", "main", page_runs(old, new))
-    assert ticket is not None
-    mover.wait(ticket)
+    move(mover, "d2d", page_runs(old, new))
 
     for after, plane, (_, geometry) in zip(host_planes(device, planes), before, planes, strict=True):
         assert np.array_equal(page_bytes(after, geometry, new), page_bytes(plane, geometry, old))
@@ -128,9 +126,7 @@ def test_a_part_of_an_extent_can_be_restored(device: Device, noise: Any) -> None
     extent[:] = noise(extent.size)
     for method, new in (("copies", [5, 9]), ("packed", [11, 2])):
         runs = page_runs(np.array([1, 2], np.int32), np.array(new, np.int32))
-        ticket = mover.submit("h2d", "main", runs, host=extent, host_pages=4, method=method)  # type: ignore[arg-type]
-        assert ticket is not None
-        mover.wait(ticket)
+        move(mover, "h2d", runs, host=extent, host_pages=4, method=method)
         for after, (part, packed), (_, geometry) in zip(
             host_planes(device, planes), parts(extent, planes, 4), planes, strict=True
         ):
@@ -149,9 +145,7 @@ def test_operations_grow_with_runs_until_the_packed_method_is_cheaper(device: De
         ids = np.roll(ids.reshape(-1, 2), 1, axis=0).ravel() if runs_count == 2 else _shredded(runs_count)
         before = mover.counters.operations
         runs = page_runs(ids, np.arange(ids.size, dtype=np.int32))
-        ticket = mover.submit("d2h", "main", runs, host=extent, host_pages=PAGES)
-        assert ticket is not None
-        mover.wait(ticket)
+        move(mover, "d2h", runs, host=extent, host_pages=PAGES)
 
         assert (len(runs), mover.counters.operations - before) == (runs_count, operations)
     whole = sum(geometry.page_bytes for _, geometry in planes)

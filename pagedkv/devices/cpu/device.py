@@ -165,9 +165,7 @@ class CpuDevice(BaseDevice):
         addresses = (address_of(destination), address_of(source))
         stream.submit(CopyOperation(*addresses, destination.nbytes, (destination.view(), source.view())))
 
-    def _submit_call(
-        self, name: str, fn: Callable[..., Any], arguments: tuple[Any, ...], stream: CpuStream
-    ) -> None:
+    def _submit_call(self, name: str, fn: Callable[..., Any], arguments: tuple[Any, ...], stream: CpuStream) -> None:
         stream.submit(CallOperation(name, fn, arguments))
 
     def _begin_native(self, stream: CpuStream) -> None:
@@ -182,6 +180,4 @@ class CpuDevice(BaseDevice):
 
 def _require(holds: bool, what: str, expected: str, got: object) -> None:
     if not holds:
-        raise MisuseError(
-            f"{what} of the cpu device", expected=expected, got=got, remedy="correct it", clause="C14.4"
-        )
+        raise MisuseError(f"{what} of the cpu device", expected=expected, got=got, remedy="correct it", clause="C14.4")

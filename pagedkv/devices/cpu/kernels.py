@@ -28,9 +28,7 @@ class CpuKernel(BaseKernel):
     def operation(self, launch: Launch) -> KernelOperation:
         """Make the operation of a checked launch."""
         is_read_only = self.signature.is_read_only
-        return KernelOperation(
-            self.name, launch, self._entry, self._name_address, self._is_serial, is_read_only, self
-        )
+        return KernelOperation(self.name, launch, self._entry, self._name_address, self._is_serial, is_read_only, self)
 
     def _submit(self, launch: Launch, stream: CpuStream) -> None:
         if self._context.memory.violations:

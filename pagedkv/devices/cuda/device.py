@@ -114,9 +114,7 @@ class CudaDevice(BaseDevice):
 
     def _compile(self, spec: ModuleSpec) -> CudaModule:
         context = self._context
-        compiled = compile_module(
-            context.api, spec, self.architecture, options=self._options, announce=self._announce
-        )
+        compiled = compile_module(context.api, spec, self.architecture, options=self._options, announce=self._announce)
         return CudaModule(context, spec, compiled)
 
     def _submit_copy(self, destination: Any, source: Any, stream: CudaStream, *, is_source_pageable: bool) -> None:
@@ -135,9 +133,7 @@ class CudaDevice(BaseDevice):
         words = np.array((to, *pieces[0][::2]), "<u8")
         stream.note((destination, source), "copy", "copy", argument_bytes=words.tobytes())
 
-    def _submit_call(
-        self, name: str, fn: Callable[..., Any], arguments: tuple[Any, ...], stream: CudaStream
-    ) -> None:
+    def _submit_call(self, name: str, fn: Callable[..., Any], arguments: tuple[Any, ...], stream: CudaStream) -> None:
         context = self._context
         context.api.count()
         with context.api.current(stream.native, context.call_pool, f"call of {name}"):

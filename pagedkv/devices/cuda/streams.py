@@ -57,9 +57,7 @@ class CudaStream(BaseStream):
     ) -> None:
         """Note the node that was just submitted, while a capture is on; `keep` are the arrays that it uses."""
         if (capture := self.capture) is not None:
-            capture.nodes.append(
-                NodeRecord(kind, name, tuple(sorted(self.tail)), grid, block, argument_bytes, reads)
-            )
+            capture.nodes.append(NodeRecord(kind, name, tuple(sorted(self.tail)), grid, block, argument_bytes, reads))
             capture.operations.append(keep)
             self.tail = {len(capture.nodes) - 1}
 
