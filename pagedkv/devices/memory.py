@@ -42,7 +42,7 @@ class HostAllocation:
 
 
 class BaseMemory(ABC):
-    """All memory that one device hands out.
+    """All memory of one device.
 
     Attributes:
         allocated_bytes: of live device arrays, as requested, without alignment and guards.

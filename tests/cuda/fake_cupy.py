@@ -173,7 +173,7 @@ class MemoryPointer:
 
 
 class PooledMemory:
-    """One block of a pool; goes back with the last reference."""
+    """One block of a pool; the last reference returns it."""
 
     def __init__(self, pool: MemoryPool, block: np.ndarray) -> None:
         self.pool = pool
@@ -316,7 +316,7 @@ def _cuda(machine: FakeCupy) -> types.SimpleNamespace:
 
         def __del__(self) -> None:
             if machine.recording is not None:
-                machine.capture_error(NOT_PERMITTED)  # cudaFreeHost; nobody hears of it, but the capture is broken
+                machine.capture_error(NOT_PERMITTED)  # cudaFreeHost breaks the capture without an error here
 
     class BoundPool(MemoryPool):
         def __init__(self, allocator: Any = None) -> None:
@@ -390,20 +390,20 @@ class _Runtime:
 
     def eventRecord(self, event: int, stream: int) -> None:
         self._machine.log.append("eventRecord")
-        made, on = self._machine.handles[event], self._machine.handles[stream]
-        made.recording, made.nodes = on.recording, set(on.tail)
+        point, on = self._machine.handles[event], self._machine.handles[stream]
+        point.recording, point.nodes = on.recording, set(on.tail)
 
     def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:
         self._machine.log.append("streamWaitEvent")
-        made, on = self._machine.handles[event], self._machine.handles[stream]
-        if self._machine.recording is None or made.recording is not self._machine.recording:
+        point, on = self._machine.handles[event], self._machine.handles[stream]
+        if self._machine.recording is None or point.recording is not self._machine.recording:
             if on.recording is not None:
                 raise self._machine.capture_error(905)
             return
         if on.recording is None:
-            on.recording = made.recording
+            on.recording = point.recording
             self._machine.recording.streams.append(on)
-        on.tail |= made.nodes
+        on.tail |= point.nodes
 
     def eventSynchronize(self, event: int) -> None:
         self._synchronize("eventSynchronize")
@@ -488,8 +488,8 @@ class _Nvrtc:
         for name in program.kernels():
             words = (*program.module.kernel(name).signature.words, 0)
             content = b"".join(word.to_bytes(4, "little") for word in words)
-            shown = ", ".join(str(byte) for byte in content.rstrip(b"\0"))
-            initializer = f" = {{{shown}}}" if shown else ""
+            initial = ", ".join(str(byte) for byte in content.rstrip(b"\0"))
+            initializer = f" = {{{initial}}}" if initial else ""
             lines.append(f".global .align 4 .b8 pk_signature_{name}[{len(content)}]{initializer};")
         return "\n".join(lines).encode()
 
@@ -513,7 +513,7 @@ class _Program:
         self.headers = headers
 
     def kernels(self) -> list[str]:
-        """Names exported by the text and the headers it was given."""
+        """Give the names that the text and its headers export."""
         texts = [self.text, *(header.decode() for header in self.headers.values())]
         found = {name for text in texts for name in _EXPORT.findall(text)} - {"kernel", "name"}
         return sorted(found)

@@ -1,4 +1,4 @@
-"""What the cuda device does by itself, on a CuPy that has no GPU: pools, staging, faults, what CuPy alone refuses."""
+"""The cuda device's own parts, on a CuPy that has no GPU: pools, staging, faults, and what only CuPy refuses."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def fill(device: CudaDevice, target: Any, values: Any) -> None:
 
 @pytest.mark.parametrize("fn", [sum_of_products, hidden_product])
 def test_matrix_products_run_eagerly_and_are_refused_under_capture(device: CudaDevice, fn: Callable[..., None]) -> None:
-    """C15.1: found in the byte code, and where they hide, by CuPy itself."""
+    """C15.1: the byte code shows an open product; CuPy itself refuses a hidden one."""
     target, source = pair(device)
     stream = device.stream()
     fill(device, source, np.arange(9).reshape(3, 3))
@@ -158,7 +158,7 @@ def test_a_numpy_array_among_cupys_is_refused_by_cupy(device: CudaDevice) -> Non
 
 
 def test_an_exception_in_a_call_reaches_the_caller(device: CudaDevice) -> None:
-    """At submission, under capture too; the capture goes on."""
+    """At submission, under capture too; the capture stays open."""
     target, source = pair(device)
     stream = device.stream()
     with pytest.raises(ZeroDivisionError):
@@ -220,7 +220,7 @@ def test_small_pageable_copies_share_one_staging_until_the_stream_is_waited_for(
 
 
 def test_staging_begins_anew_when_the_stream_was_waited_for(device: CudaDevice, machine: FakeCupy) -> None:
-    """No event is recorded or waited for that a synchronization made needless."""
+    """After a synchronization the staging needs no event."""
     half = cuda_staging.STAGING_HALF_BYTES
     stream, target = device.stream(), device.empty(2 * half, np.uint8)
     for _ in range(3):
@@ -245,7 +245,7 @@ def test_none_is_a_null_pointer_and_not_a_missing_parameter(device: CudaDevice) 
 
 
 def test_an_error_of_earlier_work_is_a_device_fault(device: CudaDevice, machine: FakeCupy) -> None:
-    """C12.4: whoever waits hears of it, with CUDA's number."""
+    """C12.4: the wait raises it, with CUDA's number."""
     stream = device.stream()
     machine.fail_with = 700
     with pytest.raises(DeviceFault) as caught:
@@ -271,7 +271,7 @@ def test_a_query_after_a_fault_is_no_not_yet(device: CudaDevice, machine: FakeCu
 
 
 def test_memory_that_is_not_there_is_a_capacity_error_with_its_name(device: CudaDevice) -> None:
-    """C5.4: who wanted how much."""
+    """C5.4: the error names the array and its bytes."""
     free, _ = device.memory_bytes()
     with pytest.raises(CapacityError, match=f"allocation of {free + 1} bytes for the slab"):
         device.empty(free + 1, np.uint8, name="the slab")
@@ -409,7 +409,7 @@ def test_auto_takes_the_gpu_that_answers(machine: FakeCupy, monkeypatch: pytest.
 
 
 def test_doctor_opens_the_device_and_says_what_is_missing(machine: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a guess: as `open_store` would."""
+    """It opens the device as `open_store` does."""
     monkeypatch.setattr(cuda, "find_cupy", lambda: machine)
     found = check_device("cuda")
     monkeypatch.setattr(cuda, "find_cupy", lambda: find_cupy(_cupy(driverGetVersion=lambda: 0)))

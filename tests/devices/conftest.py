@@ -1,7 +1,7 @@
 """The devices of these tests: quiet, eager, with one thread.
 
 `device` is the cpu device, then the cuda device on a CuPy that has no GPU; `other` is a second one of the same kind.  A
-test that takes `cpu` looks at what only the cpu device has, or does what CuPy forbids.
+test that takes `cpu` needs a part that only the cpu device has, or does something that CuPy forbids.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fake_cuda_device(**options: Any) -> Iterator[CudaDevice]:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def opener(request: pytest.FixtureRequest) -> Opener:
-    """What opens a device of one kind."""
+    """A function that opens a device of one kind."""
     openers: dict[str, Opener] = {"cpu": cpu_device, "cuda": fake_cuda_device}
     return openers[request.param]
 

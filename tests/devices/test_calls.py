@@ -205,7 +205,7 @@ def test_arguments_are_device_arrays_pinned_arrays_and_scalars(device: BaseDevic
 
 
 def test_a_call_sees_views_of_the_recorded_arrays(device: BaseDevice) -> None:
-    """Strided views too; what it writes goes to the same memory."""
+    """Strided views too; it writes to the same memory."""
     matrix, staging, stream = device.zeros((4, 4), np.float32), device.pinned(4, np.float32), device.stream()
     staging[:] = 0
     device.begin_capture(stream)

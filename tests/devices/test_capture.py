@@ -58,7 +58,7 @@ def test_capture_records_and_does_not_run(device: BaseDevice) -> None:
 
 
 def test_replay_is_unaffected_by_python_objects_used_at_capture(device: BaseDevice) -> None:
-    """Argument lists, scalars, array shapes and the arrays themselves may change or go."""
+    """Argument lists, scalars and array shapes may change, and the arrays may be deleted."""
     a, out = device.zeros((2, 4), np.float32), device.zeros((2, 4), np.float32)
     stream = device.stream()
     found = kernel(device, "add", ADD)
@@ -110,7 +110,7 @@ def add_through_helper(target: Any) -> None:
 
 
 def test_replay_is_unaffected_by_globals_assigned_later(device: BaseDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function is copied with the globals it names, and so is what it calls."""
+    """The capture copies the function, the globals that it names, and the functions that it calls."""
     out = device.zeros(2, np.float32)
     stream = device.stream()
     device.begin_capture(stream)
@@ -124,7 +124,7 @@ def test_replay_is_unaffected_by_globals_assigned_later(device: BaseDevice, monk
 
 
 def test_what_cuda_forbids_under_capture_is_refused_and_changes_nothing(device: BaseDevice) -> None:
-    """Allocation, synchronization, queries, pageable copies, nesting, loading; the capture goes on."""
+    """Allocation, synchronization, queries, pageable copies, nesting, loading; the capture stays open."""
     spec = ModuleSpec("test_late", text='extern "C" __global__ void late() {}', kernels=("late",))
     a, out = device.zeros(8, np.float32), device.zeros(8, np.float32)
     stream, other, event = device.stream(), device.stream(), device.event()
@@ -282,7 +282,7 @@ def test_a_launch_refused_under_capture_is_not_recorded(device: BaseDevice) -> N
 
 
 def test_a_fault_in_a_replay_names_its_kernel_and_stops_there(cpu: CpuDevice) -> None:
-    """Later nodes do not run; the graph can be launched again when memory says otherwise."""
+    """Later nodes do not run; with other memory contents the graph runs again."""
     text = r"""
 extern "C" __global__ void store_where(const int* where, float* out) { out[where[0]] = 1.0f; }"""
     where, out, done = (cpu.zeros(1, np.int32), cpu.zeros(64, np.float32, name="out"), cpu.zeros(1, np.float32))
@@ -315,13 +315,13 @@ def test_a_long_graph_of_kernels_is_one_call_into_c(cpu: CpuDevice, monkeypatch:
     graph = cpu.end_capture(stream)
     executor = cpu._context.executor
     runs = []
-    run_many = executor.run_many
+    native_run = executor.native_run
 
-    def counted(packed: bytes, count: int) -> None:
+    def counted(handle: int, packed: bytes, count: int) -> int:
         runs.append(count)
-        run_many(packed, count)
+        return int(native_run(handle, packed, count))
 
-    monkeypatch.setattr(executor, "run_many", counted)
+    monkeypatch.setattr(executor, "native_run", counted)
     graph.launch(stream)
 
     assert runs == [10, 10, 10]

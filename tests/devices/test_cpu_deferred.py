@@ -1,4 +1,4 @@
-"""The cpu device in deferred mode: when work runs, in which orders, and what is found on the way."""
+"""The cpu device in deferred mode: when work runs, in which orders, and which mistakes it finds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_nothing_runs_before_it_is_forced(device: CpuDevice) -> None:
 
 
 def test_an_event_forces_what_lies_before_it_on_every_stream(device: CpuDevice) -> None:
-    """Record and wait order streams; what was recorded at the wait counts, not what is recorded later."""
+    """Record and wait order streams; a later record of the event does not change an earlier wait."""
     one, two, target = device.stream(), device.stream(), device.zeros(4, np.int32)
     first, last = device.event(), device.event()
     device.call(one, add, target, 1)
@@ -98,7 +98,7 @@ def test_a_query_becomes_true_in_the_end_and_forces_what_it_answers(device: CpuD
 
 
 def test_a_late_event_is_not_ready_at_first() -> None:
-    """S21: whoever takes "not yet" for "done" reads old values."""
+    """S21: code that takes "not yet" for "done" reads old values."""
     answers = set()
     for seed in range(8):
         with deferred("late", seed) as device:
@@ -135,7 +135,7 @@ def test_one_seed_repeats_and_seeds_differ() -> None:
             for stream in streams[1:]:
                 stream.record(done)
                 streams[0].wait(done)
-            with pytest.raises(StreamHazard):  # they share the log: that is what is looked at, and refused
+            with pytest.raises(StreamHazard):  # the streams share the log, which is a race
                 streams[0].synchronize()
             return [int(entry) for entry in log]
 
@@ -146,7 +146,7 @@ def test_one_seed_repeats_and_seeds_differ() -> None:
 
 
 def test_a_device_says_whether_its_seed_had_a_choice(device: CpuDevice) -> None:
-    """One stream that is waited for leaves none: such a test need not run with fifty seeds."""
+    """A single stream leaves no choice, so such a test need not run with fifty seeds."""
     one, two, target = device.stream(), device.stream(), device.zeros(2, np.int32)
     for _ in range(3):
         device.call(one, add, target[:1], 1)
@@ -199,8 +199,8 @@ def test_every_legal_order_gives_the_same_bytes(rng: np.random.Generator) -> Non
             assert run(device) == expected, seed
 
 
-def test_a_fault_is_told_to_whoever_forces_it(device: CpuDevice) -> None:
-    """C12.4: the launch returns, the wait raises, and the device goes on."""
+def test_a_fault_is_raised_where_work_is_forced(device: CpuDevice) -> None:
+    """C12.4: the launch returns, the wait raises, and the device stays usable."""
     stream, target = device.stream(), device.zeros(4, np.int32)
     kernel(device, "fault", FAULT).launch((1, 1, 1), (1, 1, 1), (target,), stream)
     device.call(stream, add, target, 1)
@@ -224,7 +224,7 @@ def test_modes_and_schedules_that_do_not_exist_are_refused() -> None:
 
 
 def test_pageable_sources_are_copied_at_submission(device: CpuDevice) -> None:
-    """As CUDA stages them: what the caller does to the array later is not seen."""
+    """As CUDA stages them: later changes of the array have no effect."""
     stream, target, source = device.stream(), device.zeros(4, np.int32), np.array([1, 2, 3, 4], np.int32)
     device.copy(target, source, stream)
     source[:] = -7
@@ -298,7 +298,7 @@ def test_what_the_device_writes_into_staging_is_no_reuse(device: CpuDevice) -> N
 
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_destinations_on_the_host_are_poison_until_the_copy_has_run(is_pinned: bool) -> None:
-    """S21: neither old values nor lucky new ones; `readable` says what was not waited for."""
+    """S21: neither old values nor lucky new ones; `readable` names the operation that the host did not wait for."""
     with deferred() as device:
         stream, source = device.stream(), device.zeros(4, np.int32)
         back = device.pinned((4,), np.int32, name="back") if is_pinned else np.zeros(4, np.int32)
@@ -313,7 +313,7 @@ def test_destinations_on_the_host_are_poison_until_the_copy_has_run(is_pinned: b
 
 
 def test_a_read_before_the_wait_is_refused_even_when_the_copy_happened_to_run() -> None:
-    """Luck of an early schedule is no order: the host has waited for another stream only."""
+    """An early schedule is no order: the host has waited for another stream only."""
     with deferred("early") as device:
         one, two = device.stream(), device.stream()
         source, back = device.zeros(4, np.int32), device.pinned((4,), np.int32, name="back")
@@ -379,7 +379,7 @@ def assign(target: Any, source: Any) -> None:
 
 
 def test_disjoint_parts_of_one_array_are_no_race(device: CpuDevice) -> None:
-    """Pages of one plane are used by two streams at once: opaque kernels are judged by the bytes they touch."""
+    """Two streams use pages of one plane at once: the bytes that their kernels touch decide."""
     one, two = device.stream(), device.stream()
     plane, values = device.zeros((2, 64), np.int32), device.zeros(64, np.int32)
     values += 3
@@ -400,7 +400,7 @@ def test_the_host_orders_what_it_waited_for(device: CpuDevice) -> None:
     one, two, three = device.stream(), device.stream(), device.stream()
     shared, out, ones = (device.zeros(64, np.int32) for _ in range(3))
     ones += 1
-    device.call(three, add, device.zeros(4, np.int32), 1)  # waits, ordered with nothing: the past is remembered
+    device.call(three, add, device.zeros(4, np.int32), 1)  # waits without an order to anything, so the history stays
     submit(device, "kernel", one, shared, ones)
     one.synchronize()
     submit(device, "kernel", two, out, shared)

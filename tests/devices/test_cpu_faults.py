@@ -1,4 +1,4 @@
-"""Faults on the cpu device: what a kernel does wrong is named, and the process and the device survive it."""
+"""Faults on the cpu device: the error names a kernel's mistake, and the process and the device survive it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_write_before_the_start_names_the_buffer(cpu: CpuDevice) -> None:
 
 
 def test_a_read_past_the_end_is_found_too(cpu: CpuDevice) -> None:
-    """Reads corrupt nothing, and on a GPU nobody would see them."""
+    """A read corrupts nothing, so a GPU would hide it."""
     source, out = cpu.zeros(64, np.float32, name="source"), cpu.zeros(1, np.float32)
     fault = fault_of(cpu, "load_at", LOAD_AT, (source, out, np.int32(64)))
 
@@ -64,7 +64,7 @@ def test_a_read_past_the_end_is_found_too(cpu: CpuDevice) -> None:
 
 
 def test_an_access_to_freed_memory_is_named(cpu: CpuDevice) -> None:
-    """The address of an array that is gone, as a stale pointer has it."""
+    """A stale pointer holds the address of a freed array."""
     text = r"""extern "C" __global__ void stale(unsigned long long address) { *reinterpret_cast<int*>(address) = 1; }"""
     old = cpu.zeros(64, np.int32, name="old plane")
     address = cpu.address(old)
@@ -77,7 +77,7 @@ def test_an_access_to_freed_memory_is_named(cpu: CpuDevice) -> None:
 
 @pytest.mark.parametrize("offset", [10, 15, -1, -700])
 def test_a_write_into_the_slack_is_found_by_its_canary(cpu: CpuDevice, offset: int) -> None:
-    """10 bytes in 256-byte alignment leave slack before the guard page; canaries stand there and in front."""
+    """10 bytes in 256-byte alignment leave slack before the guard page; canaries lie there and in front."""
     text = r"""extern "C" __global__ void poke(unsigned char* out, int offset) { out[offset] = 1; }"""
     out = cpu.zeros(10, np.uint8, name="bytes")
     cpu.check_canaries()
@@ -95,7 +95,7 @@ HEAL = r"""extern "C" __global__ void heal(unsigned long long at) { *reinterpret
 
 
 def test_a_canary_is_checked_when_the_buffer_is_freed(cpu: CpuDevice) -> None:
-    """The next launch or synchronization tells; a destructor cannot."""
+    """The next launch or synchronization raises; a destructor cannot."""
     text = r"""extern "C" __global__ void poke(unsigned char* out, int offset) { out[offset] = 1; }"""
     out = cpu.zeros(10, np.uint8, name="short lived")
     stream = cpu.stream()
@@ -130,7 +130,7 @@ extern "C" __global__ void shared_over(int* out, int index) {
 
 
 def test_slack_behind_shared_memory_is_watched(cpu: CpuDevice) -> None:
-    """6 bytes in an alignment of 16: the canary tells when the block ends."""
+    """6 bytes in an alignment of 16: the end of the block checks the canary."""
     text = r"""
 extern "C" __global__ void shared_slack(int index) {
     PK_SHARED(unsigned char, six, 6);
@@ -206,7 +206,7 @@ def test_a_signal_in_a_kernel_is_a_fault(cpu: CpuDevice, name: str) -> None:
 
 
 def test_a_fault_in_one_block_stops_the_launch_on_every_os_thread() -> None:
-    """Blocks that wait by spinning for the failed one come back too."""
+    """Blocks that spin until the failed block acts end too."""
     text = r"""
 extern "C" __global__ void stuck(int* flag, int* out) {
     if (blockIdx.x == 0) { out[1 << 12] = 1; }
@@ -246,7 +246,7 @@ extern "C" __global__ void misaligned(const unsigned char* in, int* out) {
 
 
 def test_the_trap_build_stops_at_a_wrong_index_and_a_misaligned_access() -> None:
-    """checks="bounds"; the ordinary build lets both pass, as a GPU does for the first."""
+    """checks="bounds"; the ordinary build allows both, and a GPU allows the first."""
     with cpu_device(checks="bounds") as device:
         bytes_in, out = device.zeros(64, np.uint8), device.zeros(1, np.int32)
         index_fault = fault_of(device, "array_index", ARRAY_INDEX, (out, np.int32(4)), block=1)
@@ -280,7 +280,7 @@ with cpu_device() as device:
 
 @pytest.mark.parametrize("how", ["plain", "early", "late"])
 def test_a_signal_outside_a_kernel_goes_to_the_previous_handler(how: str) -> None:
-    """The process dies of it as it would have; Python's faulthandler writes its traceback."""
+    """The process dies as it would without us; Python's faulthandler writes its traceback."""
     result = subprocess.run(
         [sys.executable, "-c", OUTSIDE, how], capture_output=True, text=True, timeout=60, check=False
     )

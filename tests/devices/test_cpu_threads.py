@@ -84,7 +84,7 @@ extern "C" __global__ void warp_reduce(const float* values, unsigned* mismatches
 }
 """
 
-# Each thread publishes its number where its left neighbour looks, without a barrier in between.
+# Each thread publishes its number, and its left neighbour reads it without a barrier in between.
 RACE = r"""
 extern "C" __global__ void race(int* out) {
     PK_SHARED(int, cell, 64);
@@ -152,7 +152,7 @@ def test_a_reduction_through_shared_memory_has_the_same_bits_in_every_order(
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_blocks_on_several_os_threads_give_the_bits_of_one(threads: int, rng: np.random.Generator) -> None:
-    """A long launch is shared with helpers; nothing of it shows in the result."""
+    """Helper threads share a long launch; the result does not show it."""
     values = rng.standard_normal((600, 1000), np.float32)
     with cpu_device() as device:
         expected = reduce_rows(device, values)
@@ -288,7 +288,7 @@ extern "C" __global__ void endless(int* flag) {
 
 
 def test_a_spin_that_cannot_end_is_a_fault() -> None:
-    """The others wait at a barrier; the report names the thread that never comes, and the device goes on."""
+    """The others wait at a barrier; the report names the thread that never comes, and the device stays usable."""
     with cpu_device(spin_seconds=0.05) as device:
         flag = device.zeros(1, np.int32)
         with pytest.raises(
@@ -397,7 +397,7 @@ extern "C" __global__ void partial(unsigned* out) {
 
 
 def test_a_partial_warp_takes_part_with_the_lanes_it_has(ordered: CpuDevice) -> None:
-    """Lanes that a block does not have are not waited for, as on a GPU."""
+    """As on a GPU, nothing waits for lanes that the block does not have."""
     out = ordered.empty(40, np.uint32)
     launch(ordered, "partial", PARTIAL_WARP, 1, 40, (out,))
     votes = [0xAAAAAA00] * 32 + [0xAA00] * 8

@@ -143,7 +143,7 @@ def test_empty_arrays_are_legal(device: BaseDevice) -> None:
 
 
 def test_memory_returns_with_the_last_view(cpu: CpuDevice) -> None:
-    """A view keeps the mapping; the count of allocated bytes tells."""
+    """A view keeps the mapping; the count of allocated bytes falls with the last view."""
     memory = cpu._context.memory
     array = cpu.empty(1000, np.uint8)
     view = array[100:]
@@ -164,7 +164,7 @@ def test_memory_bytes_are_this_hosts(cpu: CpuDevice) -> None:
 
 
 def test_the_address_of_a_foreign_array_is_refused(device: BaseDevice) -> None:
-    """It would mean nothing to a kernel."""
+    """A kernel could not use it."""
     with pytest.raises(MisuseError, match="expected an array of this device"):
         device.address(np.zeros(4))
 

@@ -81,7 +81,7 @@ def test_a_capture_without_a_warm_up_is_refused_and_one_with_it_is_not(gpu: Cuda
 
 
 def test_numpy_arrays_among_cupys_are_refused(gpu: CudaDevice) -> None:
-    """As the CuPy without a GPU says."""
+    """As on the CuPy without a GPU."""
     with pytest.raises(TypeError, match="Unsupported type"):
         gpu.call(gpu.stream(), with_numpy, *pair(gpu))
 
@@ -112,7 +112,7 @@ def test_streams_fork_and_join_in_a_capture(gpu: CudaDevice) -> None:
 
 
 def test_an_unjoined_stream_is_refused_and_both_streams_live(gpu: CudaDevice) -> None:
-    """CUDA ends the capture with an error, which we told before."""
+    """CUDA ends the capture with an error; we refuse before that."""
     target, source = pair(gpu)
     main, side, fork = gpu.stream(), gpu.stream(), gpu.event()
     gpu.call(side, double, target, source)

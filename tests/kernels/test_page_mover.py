@@ -182,7 +182,7 @@ def test_a_full_lane_says_so_and_costs_nothing(device: Device, noise: Any) -> No
 @pytest.mark.parametrize("failing", range(5))
 @pytest.mark.parametrize("direction", ["d2h", "h2d"])
 def test_a_failed_copy_publishes_nothing(device: Device, noise: Any, direction: Any, failing: int) -> None:
-    """S53: the nth of five page copies fails; the transfer ends aborted, its pins go, its source is as it was."""
+    """S53: the nth of five page copies fails; the transfer is aborted and unpinned, and its source unchanged."""
     planes = build(device, noise, "bf16")[:1]
     pool = PagePool("main", PAGES)
     assert pool.try_reserve(PAGES)

@@ -64,7 +64,7 @@ class Memory(BaseMemory):
     """All mappings of one device.
 
     Attributes:
-        violations: overwritten canaries of mappings that were returned; whoever raises them clears the list.
+        violations: overwritten canaries of mappings that were returned; the context raises them and clears the list.
     """
 
     def __init__(self, library: Any) -> None:

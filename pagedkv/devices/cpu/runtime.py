@@ -86,26 +86,27 @@ def _declare(library: Any) -> None:
 
 
 class Executor:
-    """Runs packed nodes on one runtime device."""
+    """Runs packed nodes on one runtime device.
+
+    Attributes:
+        handle: the C side's device.
+        native_run: runs packed nodes in one call; a result other than 0 means a fault.
+    """
 
     def __init__(self, library: Any, handle: int, memory: Memory) -> None:
+        self.handle = handle
+        self.native_run = library.pk_run
+        self._native_run_one = library.pk_run_one
         self._library = library
-        self._handle = handle
         self._memory = memory
-        self._run_one = library.pk_run_one
-        self._run = library.pk_run
 
     def run_one(self, packed: bytes, slots: bytes) -> None:
         """Run one packed node with its arguments, or raise DeviceFault."""
-        if self._run_one(self._handle, packed, slots):
-            raise self._error()
+        if self._native_run_one(self.handle, packed, slots):
+            raise self.fault()
 
-    def run_many(self, packed: bytes, count: int) -> None:
-        """Run packed nodes, which hold the addresses of their arguments; a fault stops before the later nodes."""
-        if self._run(self._handle, packed, count):
-            raise self._error()
-
-    def _error(self) -> DeviceFault:
+    def fault(self) -> DeviceFault:
+        """Give the error of the fault that ended the last run."""
         fault = Fault()
         self._library.pk_last_fault(ctypes.byref(fault))
         kernel = fault.kernel.decode(errors="replace")

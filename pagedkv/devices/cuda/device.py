@@ -150,7 +150,7 @@ class CudaDevice(BaseDevice):
 
     def _drop(self, capture: Capture[Any]) -> None:
         super()._drop(capture)
-        self._context.memory.free_kept()
+        self._context.memory.free_waiting()
 
     def _graph(self, capture: Capture[tuple[Any, ...]], native: Any) -> CudaGraph:
         return CudaGraph(self._context, capture, native)

@@ -1,7 +1,7 @@
 """Memory of the cuda device: CuPy arrays and pinned buffers.
 
 Device arrays come from a memory pool of this device alone, apart from CuPy's default pool; the last array over a block
-frees it.  **An array must outlive the work that uses it**: a pool hands freed bytes out again at once, in no stream's
+frees it.  **An array must outlive the work that uses it**: a pool reuses freed bytes at once, in no stream's
 order.  Captured graphs keep their arrays themselves.
 """
 
@@ -54,7 +54,7 @@ class PinnedAllocation(HostAllocation):
 
 
 class CudaMemory(BaseMemory):
-    """All memory that one device hands out.
+    """All memory of one device.
 
     Attributes:
         keeps_freed: keep freed pinned buffers, because freeing them would break a capture.  The device writes it.
@@ -103,8 +103,8 @@ class CudaMemory(BaseMemory):
         if self.keeps_freed:
             self._freed.append(buffer)
 
-    def free_kept(self) -> None:
-        """Free the buffers that were kept during a capture."""
+    def free_waiting(self) -> None:
+        """Free the buffers that wait for the end of a capture."""
         self.keeps_freed = False
         self._freed.clear()
 
