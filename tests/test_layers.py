@@ -41,7 +41,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     **{layer: {"numpy"} for layer in ("values", "codecs", "ledger", "record", "ops", "transfer", "store")},
     "devices": {"numpy", "cupy", "cupy_backends", "nvtx"},
     "graphs": {"numpy", "nvtx"},
-    "tools": {"numpy", "click", "gguf", "tokenizers", "nvtx"},
+    "tools": {"numpy", "click", "gguf", "tokenizers", "cupy_backends"},
 }
 
 

@@ -9,7 +9,7 @@
 // A warp takes one column n for kRows rows, so that a weight is read once for them: decode is bound by the weights.
 //
 //   kernel        grid                              block   called from
-//   linear_rows   (ceil(N / 4), ceil(R / 16), 1)    128     tools/llama.py, the model runner's products on a GPU
+//   linear_rows   (ceil(N / 4), ceil(R / 16), 1)    128     tools/llama/model.py, the model runner's products on a GPU
 
 #include "kernels/runtime.cuh"
 

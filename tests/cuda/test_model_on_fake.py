@@ -12,7 +12,7 @@ import numpy as np
 import pagedkv as pk
 from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.graphs import DecodeLoop
-from pagedkv.tools.llama import KernelLinear, LlamaModel, linear_for, numpy_linear
+from pagedkv.tools.llama.model import KernelLinear, LlamaModel, linear_for, numpy_linear
 from tests.kernels.cpu_helpers import cpu_device
 from tests.model.tiny import TINY, random_weights
 

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 import pagedkv as pk
 from pagedkv.ledger.pool import PagePool
 from pagedkv.tools import command
-from pagedkv.tools.faulty_device import FaultyDevice
-from pagedkv.tools.finding import FuzzFound
-from pagedkv.tools.fuzz import SHORTEN_SECONDS, Walk, fuzz
-from pagedkv.tools.fuzz_events import Event, WalkShape
-from pagedkv.tools.latched_store import ANSWERED, CALLS
-from pagedkv.tools.shortest import shortest
+from pagedkv.tools.fuzz.events import Event, WalkShape
+from pagedkv.tools.fuzz.faulty_device import FaultyDevice
+from pagedkv.tools.fuzz.finding import FuzzFound, shortest
+from pagedkv.tools.fuzz.latched_store import ANSWERED, CALLS
+from pagedkv.tools.fuzz.run import SHORTEN_SECONDS, fuzz
+from pagedkv.tools.fuzz.walk import Walk
 from tests.host.planted import PLANTED, Planted
 
 HALVES = 2
@@ -109,12 +109,12 @@ def test_shortest_keeps_what_shows_a_finding() -> None:
     def find(items: list[int]) -> tuple[int, str] | None:
         return (items.index(13) + 1, "both") if 4 in items and 13 in items else None
 
-    assert ([4, 13], "both") == shortest(list(range(20)), find, first="at first", seconds=10)
+    assert ([4, 13], "both") == shortest(list(range(20)), find, message="at first", seconds=10)
 
 
 def test_shortest_stops_when_the_time_is_over() -> None:
     """The list so far is an answer too."""
-    assert ([1, 2], "at first") == shortest([1, 2], lambda _: (1, "never"), first="at first", seconds=-1)
+    assert ([1, 2], "at first") == shortest([1, 2], lambda _: (1, "never"), message="at first", seconds=-1)
 
 
 def test_an_event_tells_all_that_happens() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.tools.faulty_device import FaultyDevice, InjectedFault
-from pagedkv.tools.fuzz_events import WalkShape
+from pagedkv.tools.fuzz.events import WalkShape
+from pagedkv.tools.fuzz.faulty_device import FaultyDevice, InjectedFault
 
 SHAPE = WalkShape(max_context=256, max_concurrency=2, pages=8, backend="", draft_window=0, role="k_code")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pagedkv.devices.protocol import ModuleSpec
-from pagedkv.tools.kernel_set import read_headers
+from pagedkv.tools.kernels.report import read_headers
 from tests.host.codec_cases import QUANTIZED_SIDES
 from tests.kernels import (
     test_append,

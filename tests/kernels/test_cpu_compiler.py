@@ -24,8 +24,8 @@ from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.devices.sources import SOURCE_FOLDER, has_static_shared, module_text
 from pagedkv.errors import MissingRequirement, MisuseError
-from pagedkv.tools.kernel_set import read_headers
-from pagedkv.tools.nvrtc import compile_program, load_nvrtc
+from pagedkv.tools.kernels.nvrtc import compile_program, load_nvrtc
+from pagedkv.tools.kernels.report import read_headers
 from tests.kernels.cpu_helpers import cpu_device, launch
 
 ARITHMETIC = r"""

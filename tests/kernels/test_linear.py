@@ -10,7 +10,7 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.ops.modules import linear_module
-from pagedkv.tools.llama import KernelLinear
+from pagedkv.tools.llama.model import KernelLinear
 from tests.checkout import ROOT
 from tests.kernels.cpu_helpers import cpu_device
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import pagedkv as pk
-from pagedkv.tools.model_weights import LlamaWeights, Vocabulary, load_model
-from pagedkv.tools.tokenizer import Tokenizer
+from pagedkv.tools.llama.tokenizer import Tokenizer
+from pagedkv.tools.llama.weights import LlamaWeights, Vocabulary, load_model
 from tests.model.tiny import TINY, random_weights
 
 

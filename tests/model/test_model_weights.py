@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.tools import model_weights
-from pagedkv.tools.model_weights import LlamaConfig, LlamaWeights, find_model_file, load_model
+from pagedkv.tools.llama import weights as model_weights
+from pagedkv.tools.llama.weights import LlamaConfig, LlamaWeights, find_model_file, load_model
 from tests.model.tiny import TINY
 
 gguf = pytest.importorskip("gguf", reason="the `model` extra is not installed")

@@ -14,10 +14,10 @@ import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
 from pagedkv.graphs.key import key_for
 from pagedkv.graphs.scheduler import prefill_width
-from pagedkv.tools.llama import LlamaModel
-from pagedkv.tools.model_weights import LlamaWeights
-from pagedkv.tools.run import run_prompts
-from pagedkv.tools.tokenizer import Tokenizer
+from pagedkv.tools.llama.model import LlamaModel
+from pagedkv.tools.llama.run import run_prompts
+from pagedkv.tools.llama.tokenizer import Tokenizer
+from pagedkv.tools.llama.weights import LlamaWeights
 from tests.oracle.reference_llama import greedy, margins, mean_divergence, teacher_forced
 from tests.placement import shuffle_placement
 

@@ -12,9 +12,9 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
-from pagedkv.tools.llama import LlamaModel
-from pagedkv.tools.model_weights import LlamaWeights
-from pagedkv.tools.tokenizer import Tokenizer
+from pagedkv.tools.llama.model import LlamaModel
+from pagedkv.tools.llama.tokenizer import Tokenizer
+from pagedkv.tools.llama.weights import LlamaWeights
 from tests.checkout import ROOT
 from tests.model.test_exact import Said, cache_digest
 from tests.placement import shuffle_placement

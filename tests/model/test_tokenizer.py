@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import pagedkv as pk
-from pagedkv.tools.model_weights import LlamaWeights, Vocabulary
-from pagedkv.tools.tokenizer import SYSTEM_PROMPT, TURN_BEGIN, TURN_END, Tokenizer
+from pagedkv.tools.llama.tokenizer import SYSTEM_PROMPT, TURN_BEGIN, TURN_END, Tokenizer
+from pagedkv.tools.llama.weights import LlamaWeights, Vocabulary
 
 pytestmark = pytest.mark.model
 

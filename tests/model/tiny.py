@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from pagedkv.tools.model_weights import LayerWeights, LlamaConfig, LlamaWeights, tensor_table
+from pagedkv.tools.llama.weights import LlamaConfig, LlamaWeights, assemble, tensor_table
 
 TINY = LlamaConfig(
     layers=2,
@@ -29,8 +29,4 @@ def random_weights(config: LlamaConfig, seed: int) -> LlamaWeights:
     for name, shape in tensor_table(config):
         values = generator.standard_normal(prod(shape)).astype(np.float32).reshape(shape)
         arrays[name] = 1 + values / np.float32(8) if len(shape) == 1 else values / np.float32(np.sqrt(shape[1]))
-    layers = tuple(
-        LayerWeights(**{field: arrays[f"{index}.{field}"] for field in LayerWeights.__dataclass_fields__})
-        for index in range(config.layers)
-    )
-    return LlamaWeights(config, arrays["embedding"], arrays["final_norm"], layers)
+    return assemble(config, arrays)

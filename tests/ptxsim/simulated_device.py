@@ -24,7 +24,7 @@ import pytest
 
 from pagedkv.devices.protocol import Extent, ModuleSpec
 from pagedkv.devices.sources import module_text
-from pagedkv.tools.kernel_set import read_headers
+from pagedkv.tools.kernels.report import read_headers
 from tests.checkout import ROOT
 from tests.kernels.kernel_texts import flat_text
 

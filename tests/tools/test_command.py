@@ -7,15 +7,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 
 import pagedkv as pk
 from pagedkv.record.journal import Journal, JournaledLedgers
 from pagedkv.tools import command, doctor
+from pagedkv.tools.console import version
 from tests.checkout import ROOT
 from tests.host.builders import activate, make_config, write
 
@@ -28,26 +27,11 @@ def refusal(kind: type[pk.PagedKVError]) -> pk.PagedKVError:
     return kind("this", expected="that", got="other", remedy="do it", clause="C1.1")
 
 
-@pytest.fixture
-def failing(request: pytest.FixtureRequest) -> Any:
-    """A group like the real one with a command that raises the parametrized error."""
-
-    @click.group(cls=command.PagedKVGroup)
-    def group() -> None:
-        pass
-
-    @group.command()
-    def fail() -> None:
-        raise refusal(request.param)
-
-    return group
-
-
 def test_version_is_the_projects() -> None:
     """Installed or run from the checkout."""
     result = invoke("--version")
 
-    assert (0, f"pagedkv, version {command.version()}\n") == (result.exit_code, result.stdout)
+    assert (0, f"pagedkv, version {version()}\n") == (result.exit_code, result.stdout)
 
 
 def test_help_prints_a_clause() -> None:
@@ -107,16 +91,34 @@ def test_an_unknown_clause_is_usage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failing", "code"),
+    ("kind", "code"),
     [(pk.MissingRequirement, 3), (pk.ConfigError, 2), (pk.MisuseError, 2), (pk.CapacityError, 1), (pk.StaleHandle, 1)],
-    indirect=["failing"],
 )
-def test_refusals_become_exit_codes(failing: click.Group, code: int) -> None:
+def test_refusals_become_exit_codes(kind: type[pk.PagedKVError], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message goes to stderr, without a traceback."""
-    result = CliRunner().invoke(failing, ["fail"])
+
+    def refuse() -> doctor.Diagnosis:
+        raise refusal(kind)
+
+    monkeypatch.setattr(doctor, "diagnose", refuse)
+    result = invoke("doctor")
 
     assert (code, "") == (result.exit_code, result.stdout)
     assert "this was refused: expected that, got other; do it. (C1.1)" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["help", "doctor", "kernels report"])
+def test_a_command_imports_no_other_command(name: str) -> None:
+    """So `pagedkv help C12.2` answers at once."""
+    program = (
+        "import sys; from pagedkv.tools import command; "
+        "command.main([*sys.argv[1:], '--help'], standalone_mode=False); "
+        "print('\\n', *sorted(m for m in sys.modules if m.removeprefix('pagedkv.tools.') in command.COMMANDS.values()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *name.split()], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60, check=True)  # fmt: skip
+
+    assert done.stdout.splitlines()[-1].split() == [f"pagedkv.tools.{command.COMMANDS[name]}"]
 
 
 def test_run_without_a_prompt_is_usage() -> None:
@@ -150,7 +152,7 @@ def test_doctor_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "usable here: cpu;" in result.stderr
     assert json.loads(result.stdout) == {
         "schema": 1,
-        "version": command.version(),
+        "version": version(),
         "devices": {"cpu": True, "cuda": False},
         "checks": [
             {"name": "device cpu", "status": "ok", "found": "fine", "remedy": ""},

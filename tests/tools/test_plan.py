@@ -178,7 +178,7 @@ def test_a_backend_is_named_in_one_word() -> None:
 @pytest.mark.model
 def test_known_models_have_the_geometry_of_their_files() -> None:
     """What the command knows by name is what the model's own file says."""
-    from pagedkv.tools.model_weights import load_model
+    from pagedkv.tools.llama.weights import load_model
 
     try:
         weights, _ = load_model()

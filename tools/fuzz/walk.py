@@ -1,23 +1,18 @@
-"""pagedkv fuzz: random walks over a store and its model, with everything compared after every event.  (C5 to C13, C16)
+"""Walk: one store and its model, with everything compared after every event.  (C5 to C13, C16)
 
-    seed -> rounds -> WalkShape -> EventDrawer --event--> Walk.perform --> the model: which errors, which answer
-                                                                      \\-> the store: the same call
-                                                          compare: `Store.inspect`, device tables, bytes (S86)
+    event  -->  the model: the right errors, the right answer
+           -->  the store: the same call
+           -->  compare: `Store.inspect`, device tables, bytes (S86)
 
-Each round has its own store.  A call that the model refuses must raise one of the errors it names, or answer with a
-refusal that carries its numbers, and leave every observable as it was; so must one whose n-th launch or copy fails
-(C10.2), unless that breaks a change of tables off: then the store must be latched, and its walk ends (C12.4).  Every
-column that a unit may write gets a tag, through the device table, and what is committed must be read through it later,
-whatever was forked, moved, truncated or handed on meanwhile.
-
-A finding names seed and event, and the shortest list of events that still shows one: the walk is run again with
-events left out, until none can go or the time is over.
+A call that the model refuses must raise one of the errors that the model names, or answer with a refusal of the right
+numbers, and change nothing.  A call whose n-th launch or copy fails must change nothing too (C10.2), unless the tables
+were about to follow the ledgers: then the store must be latched, and the walk ends (C12.4).  Every column that a unit
+may write gets a tag, through the device table.  Committed columns must show their tags later, after every fork, move
+and truncate.
 """
 
 from __future__ import annotations
 
-import io
-import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -26,11 +21,11 @@ from typing import Any, TextIO, TypeVar, cast
 import numpy as np
 
 import pagedkv as pk
-from pagedkv.tools.faulty_device import FaultyDevice, InjectedFault
-from pagedkv.tools.finding import Finding, FuzzFound
-from pagedkv.tools.fuzz_events import MISUSES, Event, EventDrawer, WalkShape, draw_shape
-from pagedkv.tools.latched_store import require_latched
-from pagedkv.tools.ledger_model import (
+from pagedkv.tools.fuzz.compare import Held, committed_bytes, compare
+from pagedkv.tools.fuzz.events import MISUSES, Event, WalkShape
+from pagedkv.tools.fuzz.faulty_device import FaultyDevice, InjectedFault
+from pagedkv.tools.fuzz.latched_store import require_latched
+from pagedkv.tools.fuzz.ledger_model import (
     ContinuationModel,
     GrowthShape,
     LedgerModel,
@@ -40,25 +35,15 @@ from pagedkv.tools.ledger_model import (
     UnitModel,
     Wanted,
 )
-from pagedkv.tools.model_view import Held, committed_bytes, compare
-from pagedkv.tools.shortest import shortest
 
 T = TypeVar("T")
 M = TypeVar("M")
-Progress = Callable[[int, int], None]
 
-EVENTS_A_ROUND = 250
 CHECK_EVERY = 16
 BYTES_EVERY = 4
-LAST_EVENTS = 12
-SHORTEN_SECONDS = 20.0
 
 MOVES_BYTES = frozenset({"activate", "snapshot", "truncate", "release", "finish"})
 """Kinds after which bytes are read at once; after every other kind they are read every `BYTES_EVERY` events."""
-
-FINDINGS = (AssertionError, pk.PagedKVError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
-            ValueError, InjectedFault)  # fmt: skip
-"""What a broken store raises: a comparison that fails, an error that is not right, or an accident inside."""
 
 
 class Refused:
@@ -592,95 +577,6 @@ def as_given(columns: dict[str, Wanted], form: int) -> dict[str, Any]:
     kinds = {pool: np.int32 if form == 2 and np.max(wanted, initial=0) < 1 << 31 else np.int64
              for pool, wanted in columns.items()}  # fmt: skip
     return {pool: np.array(wanted, kinds[pool]) for pool, wanted in columns.items()}
-
-
-def replay(
-    shape: WalkShape, device: FaultyDevice, events: list[Event], journal: TextIO | None = None
-) -> tuple[int, str] | None:
-    """Run events again; return how many were needed to find something and what it is, or None."""
-    walk = Walk(shape, device, journal)
-    run = 0
-    try:
-        for event in events:
-            run += 1
-            walk.perform(event)
-        walk.end_everything()
-    except FINDINGS as found:
-        return run, _told(found)
-    return None
-
-
-def walk_once(
-    seed: int, round_seed: int, events: int, device: FaultyDevice, *, shorten_seconds: float
-) -> tuple[Counter[str], int]:
-    """Walk one round of at most so many events; return how often each thing happened, and how many they were.
-
-    Raises:
-        FuzzFound: something was found.
-    """
-    rng = random.Random(round_seed)
-    shape = draw_shape(rng)
-    walk = Walk(shape, device)
-    drawer = EventDrawer(rng, walk.model, shape.sanitizer)
-    past: list[Event] = []
-    try:
-        for number in range(1, events + 1):
-            past.append(drawer.draw(number))
-            walk.perform(past[-1])
-            if walk.is_over:
-                break
-            if number in walk.batches:
-                drawer.keep_batch(number, walk.batches[number][0])
-        walk.end_everything()
-    except FINDINGS as found:
-        short, message = shortest(
-            past, lambda tried: replay(shape, device, tried), first=_told(found), seconds=shorten_seconds
-        )
-        journal = io.StringIO()
-        replay(shape, device, short, journal)
-        finding = Finding(
-            seed, round_seed, past[-1].number, shape, _told(found), tuple(past[-LAST_EVENTS:]), tuple(short), message,
-            tuple(journal.getvalue().splitlines(keepends=True)),
-        )
-        raise FuzzFound(finding) from found
-    return walk.counts, len(past)
-
-
-def fuzz(
-    seed: int, events: int, *, device: str = "cpu", shorten_seconds: float = SHORTEN_SECONDS,
-    progress: Progress | None = None,
-) -> Counter[str]:  # fmt: skip
-    """Walk `events` events in rounds, each with its own store and a seed that derives from `seed`.
-
-    Args:
-        seed: of everything that is drawn.
-        events: in all.
-        device: where the stores are.
-        shorten_seconds: time to look for the shortest history of a finding.
-        progress: told (events so far, events in all) after each round.
-
-    Returns:
-        How often each kind of event, error and refusal happened.
-
-    Raises:
-        FuzzFound: something was found.
-    """
-    counts: Counter[str] = Counter()
-    shared = FaultyDevice(pk.open_device(device))
-    done = 0
-    while done < events:
-        part = min(EVENTS_A_ROUND, events - done)
-        told, walked = walk_once(seed, seed * 1_000_003 + done, part, shared, shorten_seconds=shorten_seconds)
-        counts += told
-        done += walked
-        if progress is not None:
-            progress(done, events)
-    return counts
-
-
-def _told(found: BaseException) -> str:
-    first = str(found).splitlines()[0] if str(found) else ""
-    return first if isinstance(found, AssertionError) else f"{type(found).__name__}: {first}"
 
 
 def _same(what: str, expected: object, got: object) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pagedkv as pk
-from pagedkv.tools.ledger_model import (
+from pagedkv.tools.fuzz.ledger_model import (
     ContinuationModel,
     LedgerModel,
     SequenceModel,
