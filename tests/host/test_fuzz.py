@@ -27,6 +27,7 @@ EVENTS_PLANTED = 10_000
 EVENTS_LONG = 100_000
 SEEDS_LONG = 10
 
+SHORT_SHRINK = Planted("", PagePool, "shrink", "self.reserved -= pages", "self.reserved -= max(pages - 1, 0)")
 NEEDED = {
     "begin", "crossings", "commit", "fail", "trim", "trimmed pages", "truncate", "ensure", "finish", "abort",
     "retained", "aborts in flight", "snapshot", "release", "protect", "attach", "cut continuations", "fresh",
@@ -69,9 +70,8 @@ def test_a_walk_is_repeated_by_its_seed(seed: int) -> None:
 
 
 def test_a_finding_comes_with_a_history_that_cannot_be_shorter(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrink gives back one page less: an activation and a finish show it, and no event of the rest is told."""
-    planted = Planted("", PagePool, "shrink", "self.reserved -= pages", "self.reserved -= max(pages - 1, 0)")
-    planted.plant(monkeypatch)
+    """Shrink returns one page less: an activation and a finish show it, and the history has no other event."""
+    SHORT_SHRINK.plant(monkeypatch)
 
     with pytest.raises(FuzzFound) as found:
         fuzz(seed, EVENTS_PLANTED, shorten_seconds=SHORTEN_SECONDS)
@@ -93,14 +93,14 @@ def test_every_call_of_a_latched_store_is_tried() -> None:
     assert methods == CALLS.keys() | ANSWERED
 
 
-def test_what_breaks_off_a_call_that_had_to_be_refused_is_a_finding() -> None:
-    """The model refuses it before anything is published, so there is nothing that could break off.  (C12.4)"""
-    device = FaultyDevice(pk.open_device("cpu"))
-    walk = Walk(WalkShape(256, 2, 8, "", 0, "k_code"), device)
-    sequence = walk.store.activate(prompt_tokens=64, output_tokens=0)
+def test_a_call_that_had_to_be_refused_and_publishes_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model refuses it before anything is published, so no publication can break off.  (C12.4)"""
+    walk = Walk(WalkShape(256, 2, 8, "", 0, "k_code"), FaultyDevice(pk.open_device("cpu")))
+    walk.perform(Event(1, "activate", {"prompt": 64, "output": 0}))
+    monkeypatch.setattr(walk.model, "ensure_errors", lambda *_: {"MisuseError"})
 
     with pytest.raises(AssertionError, match="made to fail, model"):
-        walk.settle({"MisuseError"}, lambda: walk.store.ensure_mapped_to_tokens(sequence, 64), lambda _: None, 1, "")
+        walk.perform(Event(2, "ensure", {"sequence": 1, "pool": "main", "tokens": 64, "fail_at": 1}))
 
 
 def test_shortest_keeps_what_shows_a_finding() -> None:
@@ -117,26 +117,25 @@ def test_shortest_stops_when_the_time_is_over() -> None:
     assert ([1, 2], "at first") == shortest([1, 2], lambda _: (1, "never"), message="at first", seconds=-1)
 
 
-def test_an_event_tells_all_that_happens() -> None:
+def test_an_event_is_printed_with_all_arguments() -> None:
     """Number, kind and arguments, as they are drawn."""
     assert "  12  activate   prompt=1 output=2" == str(Event(12, "activate", {"prompt": 1, "output": 2}))
 
 
 def test_the_command_prints_counts() -> None:
-    """Figures on stdout, exit code 0; nothing else is told on stdout."""
+    """Figures on stdout, exit code 0; nothing else on stdout."""
     result = CliRunner().invoke(command.main, ["fuzz", "--seed", "3", "--events", "300", "--json"])
-    told = json.loads(result.stdout)
+    report = json.loads(result.stdout)
+    counts = report.pop("counts")
 
-    assert (0, 1, 3, 300, None) == (
-        result.exit_code, told["schema"], told["seed"], told["events"], told["finding"]
-    )  # fmt: skip
-    assert sum(told["counts"].values()) > 300
+    assert (0, {"schema": 1, "seed": 3, "events": 300, "finding": None}) == (result.exit_code, report)
+    assert sum(counts.values()) > 300
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_finding_of_the_command_is_exit_code_1(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the seed and the history, in both forms."""
-    Planted("", PagePool, "shrink", "self.reserved -= pages", "self.reserved -= max(pages - 1, 0)").plant(monkeypatch)
+    SHORT_SHRINK.plant(monkeypatch)
     result = CliRunner().invoke(command.main, ["fuzz", "--seed", "3", "--events", "2000", *options])
 
     assert result.exit_code == 1

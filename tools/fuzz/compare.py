@@ -1,8 +1,8 @@
-"""Whether a store shows what the model says.  (C5 to C13, C16)
+"""Compare the inspection of a store with the model.  (C5 to C13, C16)
 
     inspection (`Store.inspect`)      spaces in the model, each a list of pages
         rows, continuations      ==   frontiers, memberships, entitlements, protected frontiers
-        columns over pages       ==   what follows from who holds a page: references, writers, committed columns
+        columns over pages       ==   what follows from the holders of a page: references, writers, committed columns
         page group ids, serials  ->   learned when they first appear, then constant, and never twice
 """
 
@@ -28,11 +28,11 @@ NO_SPACE = Space(0)
 
 @dataclass(slots=True)
 class Holding:
-    """What follows from the spaces that hold one page.
+    """The facts about one page that follow from the spaces that hold it.
 
     Attributes:
-        references, active: spaces, and those of them that are active.
-        committed, protected: columns, the most that any space has.
+        references, active: number of spaces, and of active ones.
+        committed, protected: columns, the most of any space.
         row: the row of the active space when it is the only holder, else -1.
     """
 
@@ -45,127 +45,140 @@ class Holding:
     row: int
 
 
-Held = dict[str, dict[int, Holding]]
-"""Per pool, what the spaces say of each page that one of them holds, by the identity of the object."""
+Holdings = dict[str, dict[int, Holding]]
+"""Per pool, the holding of each page that a space holds, by the identity of the page object."""
 
 
-def compare(model: LedgerModel, shown: pk.StoreInspection) -> Held:
-    """Assert that the store shows what the model says, and learn ids that appear for the first time.
+def compare(model: LedgerModel, inspection: pk.StoreInspection) -> Holdings:
+    """Require that the store shows the state of the model, and learn ids that appear for the first time.
 
     Returns:
-        What follows from the model, until it changes.
+        The holdings of the model, until it changes.
     """
     active, retained = model.active, model.retained
     by_row = {sequence.row: sequence for sequence in active}
-    _same("active rows", sorted(by_row), list(shown.active_rows))
-    _same("rows in flight", sorted(row for row, one in by_row.items() if one.unit), list(shown.rows_in_flight))
-    _same("units in flight", len(model.open_units), len(shown.units_in_flight))
+    require_same("active rows", sorted(by_row), list(inspection.active_rows))
+    in_flight = sorted(row for row, sequence in by_row.items() if sequence.unit)
+    require_same("rows in flight", in_flight, list(inspection.rows_in_flight))
+    require_same("units in flight", len(model.open_units), len(inspection.units_in_flight))
     budgets = [by_row[row].budget if row in by_row else 0 for row in range(model.max_concurrency)]
-    _same("budgets", budgets, shown.budget_tokens.tolist())
+    require_same("budgets", budgets, inspection.budget_tokens.tolist())
     states = {continuation.number: continuation.state is not None for continuation in retained}
-    shown_states = {number: kept.has_state for number, kept in shown.continuations.items()}
-    _same("continuations, and which have a state", states, shown_states)
-    return {pool: _compare_pool(model, pool, shown, by_row, retained) for pool in model.pools}
+    store_states = {number: continuation.has_state for number, continuation in inspection.continuations.items()}
+    require_same("continuations, and which have a state", states, store_states)
+    return {pool: _compare_pool(model, pool, inspection, by_row, retained) for pool in model.pools}
 
 
 def committed_bytes(
-    held: Mapping[int, Holding],
+    holdings: Mapping[int, Holding],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.uint16]]:
     """Return the ids of page groups, (n,), which of their columns are committed, (n, 64), and their tags, (n, 64)."""
-    written = [holding for holding in held.values() if holding.committed]
+    written = [holding for holding in holdings.values() if holding.committed]
     page_ids = np.array([holding.page.page_id for holding in written], np.int64)
     counts = np.array([holding.committed for holding in written], np.int64)
     tags = np.array([holding.page.tags for holding in written], np.uint16).reshape(-1, pk.PAGE_TOKENS)
     return page_ids, COLUMNS < counts[:, None], tags
 
 
+def require_same(what: str, expected: object, got: object) -> None:
+    """Require that a value of the store equals the model's."""
+    if expected != got:
+        raise AssertionError(f"{what}: {got}, model {expected}")
+
+
 def _holdings(pool: str, active: Iterable[SequenceModel], retained: list[ContinuationModel]) -> dict[int, Holding]:
-    found: dict[int, Holding] = {}
+    holdings: dict[int, Holding] = {}
     for sequence in active:
-        _count(found, sequence.spaces[pool], sequence.row)
+        _count(holdings, sequence.spaces[pool], sequence.row)
     for continuation in retained:
-        _count(found, continuation.spaces[pool], -1)
-    return found
+        _count(holdings, continuation.spaces[pool], -1)
+    return holdings
 
 
-def _count(found: dict[int, Holding], space: Space, row: int) -> None:
+def _count(holdings: dict[int, Holding], space: Space, row: int) -> None:
+    """Count a space as holder of its pages; `row` is -1 for a continuation."""
     committed, protected, full = space.frontier, space.protected, pk.PAGE_TOKENS
     for block, page in enumerate(space.pages):
         columns = 0 if committed < 0 else min(committed, full)
-        kept = 0 if protected < 0 else min(protected, full)
+        protected_columns = 0 if protected < 0 else min(protected, full)
         committed, protected = committed - full, protected - full
-        holding = found.get(id(page))
+        holding = holdings.get(id(page))
         if holding is None:
-            found[id(page)] = Holding(page, block, 1, int(row >= 0), columns, kept, row)
+            holdings[id(page)] = Holding(page, block, 1, int(row >= 0), columns, protected_columns, row)
             continue
         assert holding.block == block, "the model holds a page at two blocks"
         holding.references += 1
         holding.active += row >= 0
         holding.committed = max(holding.committed, columns)
-        holding.protected = max(holding.protected, kept)
+        holding.protected = max(holding.protected, protected_columns)
         holding.row = -1
 
 
 def _compare_pool(
-    model: LedgerModel, pool: str, shown: pk.StoreInspection, by_row: Mapping[int, SequenceModel],
+    model: LedgerModel, pool: str, inspection: pk.StoreInspection, by_row: Mapping[int, SequenceModel],
     retained: list[ContinuationModel],
 ) -> dict[int, Holding]:  # fmt: skip
-    view, capacity = shown.pools[pool], model.pools[pool].capacity
+    view, capacity = inspection.pools[pool], model.pools[pool].capacity
     spaces = [by_row[row].spaces[pool] if row in by_row else NO_SPACE for row in range(model.max_concurrency)]
-    wanted = [
+    bound = _compare_rows(pool, view, spaces)
+    for continuation in retained:
+        space, shown = continuation.spaces[pool], inspection.continuations[continuation.number].pools[pool]
+        where = f"pool {pool} continuation {continuation.number}"
+        frontiers = (shown.frontier, shown.protected)
+        require_same(f"{where}: (frontier, protected)", (space.frontier, space.protected), frontiers)
+        require_same(f"{where}: pages", len(space.pages), shown.members.size)
+        _learn_members(where, space, shown.members.tolist())
+    holdings = _holdings(pool, by_row.values(), retained)
+    _compare_pages(model, pool, view, holdings)
+    allocated, reserved = len(holdings), sum(space.entitlement - len(space.pages) for space in spaces)
+    require_same(
+        f"pool {pool}: (allocated, reserved, available, bound)",
+        (allocated, reserved, capacity - allocated - reserved, len(bound)),
+        (view.allocated, view.reserved, view.available, view.bound),
+    )
+    ids = bound + [holding.page.page_id for holding in holdings.values() if holding.page.page_id is not None]
+    if len(set(ids)) != len(ids):
+        raise AssertionError(f"pool {pool}: one id in two places: {ids}")
+    leased = view.lease_serials.nonzero()[0].tolist()
+    require_same(f"pool {pool}: ids with a serial", sorted(ids), leased)
+    edges = [-1, *leased, capacity]
+    runs = [[low + 1, high] for low, high in itertools.pairwise(edges) if low + 1 < high]
+    require_same(f"pool {pool}: free runs", runs, view.free_runs.tolist())
+    pins, page_pins = view.pins.tolist(), view.page_pins.tolist()
+    if any(pins) or any(page_pins):
+        raise AssertionError(f"pool {pool}: a page is pinned at rest: {pins} {page_pins}")
+    return holdings
+
+
+def _compare_rows(pool: str, view: pk.PoolInspection, spaces: list[Space]) -> list[int]:
+    """Compare the columns and tables of every row; return the ids that are bound ahead of their mapping."""
+    expected = [
         (space.frontier, len(space.pages) * pk.PAGE_TOKENS, space.entitlement * pk.PAGE_TOKENS) for space in spaces
     ]
     ends = zip(view.frontier.tolist(), view.mapped_end.tolist(), view.limit.tolist(), strict=True)
-    _same(f"pool {pool}: (frontier, mapped, limit) by row", wanted, list(ends))
+    require_same(f"pool {pool}: (frontier, mapped, limit) by row", expected, list(ends))
     device = view.device.tolist()
     bound: list[int] = []
     rows = zip(spaces, view.table.tolist(), view.members.tolist(), strict=True)
     for row, (space, page_ids, members) in enumerate(rows):
+        where = f"pool {pool} row {row}"
         count, named = len(space.pages), len(page_ids) - page_ids.count(-1)
-        _learn_members(pool, row, space, members)
+        _learn_members(where, space, members)
         if page_ids[:count] != [device[page] for page in members[:count]]:
-            raise AssertionError(f"pool {pool} row {row}: the table names {page_ids}, the descriptors other ids")
+            raise AssertionError(f"{where}: the table names {page_ids}, the descriptors other ids")
         if -1 in page_ids[:named]:
-            raise AssertionError(f"pool {pool} row {row}: a hole: {page_ids}")
+            raise AssertionError(f"{where}: a hole: {page_ids}")
         if not count <= named <= space.entitlement:
-            raise AssertionError(f"pool {pool} row {row}: {named} ids, model {count} of {space.entitlement}")
+            raise AssertionError(f"{where}: {named} ids, model {count} of {space.entitlement}")
         bound += page_ids[count:named]
-    for continuation in retained:
-        space, kept = continuation.spaces[pool], shown.continuations[continuation.number].pools[pool]
-        where = f"pool {pool} continuation {continuation.number}"
-        count = len(space.pages)
-        _same(f"{where}: (frontier, protected)", (space.frontier, space.protected), (kept.frontier, kept.protected))
-        _same(f"{where}: pages", count, kept.members.size)
-        _learn_members(pool, continuation, space, kept.members.tolist())
-    held = _holdings(pool, by_row.values(), retained)
-    _compare_pages(model, pool, view, held)
-    allocated, reserved = len(held), sum(space.entitlement - len(space.pages) for space in spaces)
-    wanted_counts = (allocated, reserved, capacity - allocated - reserved, len(bound))
-    _same(
-        f"pool {pool}: (allocated, reserved, available, bound)", wanted_counts,
-        (view.allocated, view.reserved, view.available, view.bound),
-    )  # fmt: skip
-    ids = bound + [holding.page.page_id for holding in held.values() if holding.page.page_id is not None]
-    if len(set(ids)) != len(ids):
-        raise AssertionError(f"pool {pool}: one id in two places: {ids}")
-    live = view.lease_serials.nonzero()[0].tolist()
-    if sorted(ids) != live:
-        raise AssertionError(f"pool {pool}: held ids {sorted(ids)}, ids with a serial {live}")
-    edges = [-1, *live, capacity]
-    runs = [[low + 1, high] for low, high in itertools.pairwise(edges) if low + 1 < high]
-    _same(f"pool {pool}: free runs", runs, view.free_runs.tolist())
-    pins, page_pins = view.pins.tolist(), view.page_pins.tolist()
-    if any(pins) or any(page_pins):
-        raise AssertionError(f"pool {pool}: a page is pinned at rest: {pins} {page_pins}")
-    return held
+    return bound
 
 
-def _learn_members(pool: str, holder: int | ContinuationModel, space: Space, members: list[int]) -> None:
-    """Demand that each page has the descriptor it had; learn that of a new one."""
+def _learn_members(where: str, space: Space, members: list[int]) -> None:
+    """Require that each page has the descriptor it had; learn the descriptor of a new page."""
     known = [page.logical for page in space.pages]
     if known == members[: len(known)]:
         return
-    where = f"pool {pool} " + (f"row {holder}" if isinstance(holder, int) else f"continuation {holder.number}")
     for block, page in enumerate(space.pages):
         if page.logical is None:
             page.logical = members[block]
@@ -173,7 +186,7 @@ def _learn_members(pool: str, holder: int | ContinuationModel, space: Space, mem
             raise AssertionError(f"{where} block {block}: descriptor was {page.logical} and is {members[block]}")
 
 
-def _compare_pages(model: LedgerModel, pool: str, view: pk.PoolInspection, held: dict[int, Holding]) -> None:
+def _compare_pages(model: LedgerModel, pool: str, view: pk.PoolInspection, holdings: dict[int, Holding]) -> None:
     """Compare every column of every page, in one tuple each; look closer only where they differ."""
     serials = [*view.lease_serials.tolist(), 0]  # the last one is of page group -1
     device = view.device.tolist()
@@ -183,7 +196,7 @@ def _compare_pages(model: LedgerModel, pool: str, view: pk.PoolInspection, held:
         view.block.tolist(), strict=True,
     )  # fmt: skip
     rows, writers = list(columns), view.writer.tolist()
-    for holding in held.values():
+    for holding in holdings.values():
         page, committed, logical = holding.page, holding.committed, holding.page.logical
         assert logical is not None, "a page was not learned"
         row, writer = rows[logical], writers[logical]
@@ -194,13 +207,13 @@ def _compare_pages(model: LedgerModel, pool: str, view: pk.PoolInspection, held:
             where = f"pool {pool} descriptor {logical}"
             for what, value in zip(LEARNED, row, strict=False):
                 _learn(model, pool, where, page, what, value)
-            follows = (holding.references, holding.active, committed, holding.protected, holding.block)
-            _same(f"{where}: (references, active, committed, protected, block)", follows, row[len(LEARNED) :])
+            derived = (holding.references, holding.active, committed, holding.protected, holding.block)
+            require_same(f"{where}: (references, active, committed, protected, block)", derived, row[len(LEARNED) :])
         # A page that may still be written has its row as writer; a page of several spaces or of none active has none.
         # A full page of one active space may have one or not: nothing is appended to it either way.
         if writer != holding.row and (writer != -1 or committed < pk.PAGE_TOKENS):
             raise AssertionError(f"pool {pool} descriptor {logical}: writer {writer}, model {holding}")
-    identities = [identity_of(holding.page) for holding in held.values()]
+    identities = [identity_of(holding.page) for holding in holdings.values()]
     for what, *values in zip(IDENTITY, *identities, strict=True):
         if len(set(values)) != len(values):
             raise AssertionError(f"pool {pool}: one {what} in two places: {values}")
@@ -216,8 +229,3 @@ def _learn(model: LedgerModel, pool: str, where: str, page: Page, what: str, val
         setattr(page, what, value)
     elif known != value:
         raise AssertionError(f"{where}: {what} was {known} and is {value}")
-
-
-def _same(what: str, expected: object, got: object) -> None:
-    if expected != got:
-        raise AssertionError(f"{what}: {got}, model {expected}")

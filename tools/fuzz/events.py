@@ -1,57 +1,62 @@
 """Events of a random walk over a store, drawn from the model alone.
 
-An event is a plain record: what happens, to what, with which numbers.  What it acts on is named by the number of the
-event that made it, so a list of events can be run again, also with some of them left out: an event whose subject was
-never made does nothing, and what is right for every other one is asked of the model when it happens.
+An event is a plain record: its kind, its subjects and its numbers.  A subject is named by the number of the event that
+made it, so a list of events can run again, also with some events left out: an event without its subject does nothing,
+and the model says at run time which answer is right for each other event.
 
     12  activate   prompt=130 output=70
     13  begin      sequences=[12] columns={'main': [130]} form=1
 
-How often each kind comes is drawn for each walk ("swarm" weights: some kinds hardly occur, others dominate), as is how
-often a call is illegal and how far units reach.  Because only the model is asked, a bug in the store cannot steer the
+The frequency of each kind is drawn for each walk ("swarm" weights: some kinds hardly occur, others dominate), and so is
+the frequency of illegal calls and the reach of units.  Only the model is asked, so a bug in the store cannot steer the
 walk.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pagedkv as pk
 from pagedkv.tools.fuzz.ledger_model import (
     ContinuationModel,
+    Counts,
     LedgerModel,
     SequenceModel,
     UnitModel,
-    Wanted,
     pages_of,
 )
 
 Arguments = dict[str, Any]
+Item = TypeVar("Item")
 
 RETAINED_MANY = 5
-"""Continuations from which on releases and moves are preferred, so that pools do not fill with them for good."""
+"""From so many continuations on, releases and moves are preferred, so that continuations do not fill the pools."""
 
 KIND_OF = {"overreach": "begin", "use_up": "begin", "resume": "activate", "cut": "truncate"}
-"""The kind of an event whose drawer is called otherwise."""
+"""The kind of an event whose drawer has another name."""
 
 MISUSES = 12
-"""How many calls `fuzz.py` knows that are never right."""
+"""Number of calls in `Walk` that are never right."""
+
+
+class NoSubject(Exception):
+    """The model has nothing that an event of this kind could act on."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event: its number names what it makes."""
+    """One event; its number names the object that it makes."""
 
     number: int
     kind: str
     arguments: Mapping[str, Any]
 
     def __str__(self) -> str:
-        told = " ".join(f"{name}={value}" for name, value in self.arguments.items())
-        return f"{self.number:>4}  {self.kind:<10} {told}"
+        arguments = " ".join(f"{name}={value}" for name, value in self.arguments.items())
+        return f"{self.number:>4}  {self.kind:<10} {arguments}"
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,9 @@ class WalkShape:
         backend: "", "mtp" or "draft".
         draft_window: K of MTP, 0 otherwise.
         role: the plane whose bytes are written and compared.
-        lease_window: tokens of the window of lease growth; 0 without it.
+        lease_window: tokens of the window of lease growth; 0 without lease growth.
         forced_span: the most tokens that are appended at once without sampling.
-        decode_columns: W of the widest unit; 0 takes what the backend needs.
+        decode_columns: W of the widest unit; 0 means the need of the backend.
         sanitizer: whether tables and pages are watched for corruption.
     """
 
@@ -103,9 +108,9 @@ class WalkShape:
 
 
 def draw_shape(rng: random.Random) -> WalkShape:
-    """Draw a small store: any context, one to five rows, no more pages than lanes can use, any backend.
+    """Draw a small store: any context, one to five rows, at most the pages that all lanes can use, any backend.
 
-    One of three has lease growth: it has more context than a first window, and rather fewer pages.
+    One store of three has lease growth, more context than a first window, and fewer pages.
     """
     grows, is_watched = rng.random() < 1 / 3, rng.random() < 0.15
     max_context = rng.choice((rng.randint(1, 400), rng.randint(128, 448), rng.randint(128, 448)))
@@ -133,7 +138,7 @@ class EventDrawer:
     """Draws the next event of one walk.
 
     Attributes:
-        is_watched: whether the store withdraws entries of its tables too, which may break off like a publication.
+        is_watched: whether the store has the sanitizer: it withdraws table entries too, which may break off.
     """
 
     rng: random.Random
@@ -148,8 +153,8 @@ class EventDrawer:
         self.is_bold = False
         self.leads = rng.random() < 0.3  # whether backends run ahead of Main
         self.reach = rng.choice((300, 6000) if is_long else (3, 70, 300, 300))
-        self.is_fragile = rng.random() < (0.6 if self.is_watched else 0.2)  # changes of tables break off: it ends
-        weights: dict[Callable[[], Arguments | None], float] = {
+        self.is_fragile = rng.random() < (0.6 if self.is_watched else 0.2)  # some change of tables breaks off
+        weights: dict[Callable[[], Arguments], float] = {
             self.activate: 7, self.begin: 26, self.commit: 26, self.fail: 3, self.trim: 8, self.truncate: 8,
             self.ensure: 3, self.finish: 9, self.abort: 1, self.batch: 2, self.misuse: 1, self.overreach: 3,
             self.resume: 24, self.snapshot: 8, self.release: 4, self.protect: 6, self.cut: 8, self.attach: 4,
@@ -161,25 +166,26 @@ class EventDrawer:
         self.weights = [weight * rng.choice((0.2, 1.0, 1.0, 3.0)) for weight in weights.values()]
 
     def draw(self, number: int) -> Event:
-        """Draw an event; a kind that finds nothing to act on is drawn again.
+        """Draw an event; draw another kind where a kind has no subject.
 
-        Whether it may break rules is drawn before its kind: else kinds that find something only when they break one
-        would do little else.
+        Whether the event may break rules is drawn before its kind: otherwise a kind that has a subject only when it
+        breaks a rule would hardly do anything else.
         """
         self.is_bold = self.rng.random() < self.boldness
         while True:
             kind = self.rng.choices(self.kinds, self.weights)[0]
-            arguments = kind()
-            if arguments is not None:
-                name = KIND_OF.get(kind.__name__, kind.__name__)
-                return Event(number, name, arguments)
+            try:
+                arguments = kind()
+            except NoSubject:
+                continue
+            return Event(number, KIND_OF.get(kind.__name__, kind.__name__), arguments)
 
     # ---- activations ------------------------------------------------------------------------------
 
-    def activate(self) -> Arguments | None:
-        """A target from nothing, which mostly fits."""
+    def activate(self) -> Arguments:
+        """A fresh target, which mostly fits."""
         if len(self.model.active) == self.model.max_concurrency and self.rng.random() < 0.7:
-            return None
+            raise NoSubject
         ceiling = self.model.max_context
         low = self.rng.randint(1, (ceiling + 1) // 2)
         total = self.rng.choice((low, low, self.rng.randint(1, ceiling), ceiling))
@@ -192,13 +198,13 @@ class EventDrawer:
             prompt, total = min(prompt, self.rng.randint(1, 64)), ceiling - self.rng.randint(0, ceiling // 4)
         return {"prompt": prompt, "output": total - prompt}
 
-    def resume(self) -> Arguments | None:
-        """A target from a continuation, by Fork or by Move, at any frontier; sometimes one that it does not hold."""
+    def resume(self) -> Arguments:
+        """A target from a continuation, by Fork or Move, at any frontier; sometimes at one it does not have."""
         complete = [one for one in self.model.retained if one.state is not None]
         continuation = self._continuation() if self._is_bold() or not complete else self.rng.choice(complete)
         is_full = len(self.model.active) == self.model.max_concurrency
-        if continuation is None or (is_full and self.rng.random() < 0.8):
-            return None
+        if is_full and self.rng.random() < 0.8:
+            raise NoSubject
         rng, spaces = self.rng, continuation.spaces
         main = max(self._position(spaces["main"].frontier), 1)
         frontier: Any = {"main": main}
@@ -227,55 +233,45 @@ class EventDrawer:
         if self.model.growth is not None:
             prompt = min(prompt, rng.randint(0, 64))
         keeps = rng.random() < (0.4 if len(self.model.retained) > RETAINED_MANY else 0.6)
-        made = {"prompt": prompt, "output": total - prompt, "source": continuation.name, "frontier": frontier,
-                "keeps": keeps}  # fmt: skip
-        if rng.random() < 0.12:
-            made["fail_at"] = rng.randint(1, 4)
-        return made
+        return self._with_copy_fault(
+            prompt=prompt, output=total - prompt, source=continuation.name, frontier=frontier, keeps=keeps
+        )
 
     # ---- continuations ----------------------------------------------------------------------------
 
-    def snapshot(self) -> Arguments | None:
-        """A checkpoint of a sequence, mostly one at a boundary."""
+    def snapshot(self) -> Arguments:
+        """A checkpoint of a sequence, mostly at a boundary."""
         sequence = self._resumable()
-        if sequence is None or (len(self.model.retained) > RETAINED_MANY and self.rng.random() < 0.7):
-            return None
-        made = {"sequence": sequence.name, "state": self._state()}
-        if self.rng.random() < 0.12:
-            made["fail_at"] = self.rng.randint(1, 4)
-        return made
+        if len(self.model.retained) > RETAINED_MANY and self.rng.random() < 0.7:
+            raise NoSubject
+        return self._with_copy_fault(sequence=sequence.name, state=self._state())
 
-    def release(self) -> Arguments | None:
-        """A continuation that goes; sometimes one that is gone."""
+    def release(self) -> Arguments:
+        """The release of a continuation; sometimes a second time."""
         if len(self.model.retained) < self.rng.randint(0, RETAINED_MANY):
-            return None
-        continuation = self._continuation()
-        return None if continuation is None else {"continuation": continuation.name}
+            raise NoSubject
+        return {"continuation": self._continuation().name}
 
-    def protect(self) -> Arguments | None:
-        """A protected frontier, moved up or down."""
+    def protect(self) -> Arguments:
+        """A protected frontier, set higher or lower."""
         continuation = self._continuation()
-        if continuation is None:
-            return None
         pool = self._pool()
         space = continuation.spaces.get(pool, continuation.spaces["main"])
         tokens = self.rng.choice((0, self._position(space.frontier), self._position(space.frontier)))
         others = [other.spaces.get(pool, space) for other in self.model.retained if other is not continuation]
         blocks = [block for block, page in enumerate(space.pages) if any(page in other.pages for other in others)]
-        if blocks and self.rng.random() < 0.5:  # inside a page that another one may protect in part too
+        if blocks and self.rng.random() < 0.5:  # inside a page that another space may protect in part too
             tokens = min(self.rng.choice(blocks) * pk.PAGE_TOKENS + self.rng.randint(1, 63), space.frontier)
         if self._is_bold():
             tokens = self.rng.choice((-1, space.frontier + 1))
         return {"continuation": continuation.name, "pool": pool, "tokens": tokens}
 
-    def cut(self) -> Arguments | None:
-        """A truncate of a continuation, mostly down to what it protects."""
+    def cut(self) -> Arguments:
+        """A truncate of a continuation, mostly down to its protected frontier."""
         pool = self._pool()
         loose = [one for one in self.model.retained
                  if pool in one.spaces and one.spaces[pool].protected < one.spaces[pool].frontier]  # fmt: skip
         continuation = self.rng.choice(loose) if loose and self.rng.random() < 0.8 else self._continuation()
-        if continuation is None:
-            return None
         space = continuation.spaces.get(pool, continuation.spaces["main"])
         last = space.frontier // pk.PAGE_TOKENS
         aligned = self.rng.randint(min(max(pages_of(space.protected), 1), last), last) * pk.PAGE_TOKENS
@@ -285,36 +281,31 @@ class EventDrawer:
             tokens = self.rng.choice((space.protected - 1, space.frontier + 1, -1))
         return {"continuation": continuation.name, "pool": pool, "tokens": tokens}
 
-    def attach(self) -> Arguments | None:
-        """A state for a continuation, mostly for one that has none."""
+    def attach(self) -> Arguments:
+        """A state for a continuation, mostly for one without a state."""
         bare = [one for one in self.model.retained if one.state is None]
         continuation = self.rng.choice(bare) if bare and self.rng.random() < 0.7 else self._continuation()
-        return None if continuation is None else {"continuation": continuation.name, "state": self._state()}
+        return {"continuation": continuation.name, "state": self._state()}
 
     # ---- units ------------------------------------------------------------------------------------
 
-    def batch(self) -> Arguments | None:
+    def batch(self) -> Arguments:
         """A batch, legal or not, for later units."""
         sequences = self._some_sequences()
-        return {"sequences": [sequence.name for sequence in sequences]} if sequences or self.is_bold else None
+        if not sequences and not self.is_bold:
+            raise NoSubject
+        return {"sequences": [sequence.name for sequence in sequences]}
 
-    def begin(self) -> Arguments | None:
+    def begin(self) -> Arguments:
         """A unit over a fresh or an old batch, in one pool or two, with columns that mostly fit."""
-        chosen = self._batch()
-        if chosen is None:
-            return None
-        named, sequences = chosen
-        made = {**named, "columns": self._columns(sequences), "form": self.rng.randrange(3)}
-        return self._breaking(made, withdraws=False)
+        batch, sequences = self._batch()
+        return self._with_fault(withdraws=False, **batch, columns=self._columns(sequences), form=self.rng.randrange(3))
 
-    def overreach(self) -> Arguments | None:
+    def overreach(self) -> Arguments:
         """A unit that fills every pool of one sequence to its limit, and one pool perhaps beyond it."""
-        resting = [sequence for sequence in self.model.active if sequence.unit is None]
-        if not resting:
-            return None
-        sequence = self.rng.choice(resting)
+        sequence = self._choice([sequence for sequence in self.model.active if sequence.unit is None])
         limit, context = self.rng.choice(list(self.model.pools)), self.model.max_context
-        columns: dict[str, Wanted] = {}
+        columns: dict[str, Counts] = {}
         for pool, space in sequence.spaces.items():
             end = min(space.entitlement * pk.PAGE_TOKENS, context)
             if pool == limit:
@@ -322,14 +313,13 @@ class EventDrawer:
             columns[pool] = end - space.frontier
         return {"sequences": [sequence.name], "columns": columns, "form": 1}
 
-    def use_up(self) -> Arguments | None:
-        """A unit into the cushion of a row that may still grow; its backend, where it takes part, runs as far."""
+    def use_up(self) -> Arguments:
+        """A unit into the cushion of a row that may still grow, in one pool or two."""
+        assert self.model.growth is not None, "this kind is drawn with lease growth only"
         growing = [one for one in self.model.active
                    if one.unit is None and any(space.entitlement < space.full for space in one.spaces.values())]
-        if not growing or self.model.growth is None:
-            return None
-        sequence = self.rng.choice(growing)
-        columns: dict[str, Wanted] = {}
+        sequence = self._choice(growing)
+        columns: dict[str, Counts] = {}
         for pool in self.rng.sample(list(self.model.pools), self.rng.randint(1, len(self.model.pools))):
             space = sequence.spaces[pool]
             ceiling = min(space.entitlement * pk.PAGE_TOKENS, self.model.max_context)
@@ -338,104 +328,98 @@ class EventDrawer:
             columns[pool] = max(end - space.frontier, 0)
         return {"sequences": [sequence.name], "columns": columns, "form": 0}
 
-    def commit(self) -> Arguments | None:
+    def commit(self) -> Arguments:
         """A commit of a unit in flight, mostly in part; sometimes of one that has ended, or of too much."""
         unit = self._unit()
-        if unit is None:
-            return None
         accepted = self._accepted(unit)
         is_all = unit.is_open and accepted == unit.columns and self.rng.random() < 0.5
-        told = {"unit": unit.name, "accepted": None if is_all else accepted, "form": self.rng.randrange(3)}
-        return self._breaking(told)
+        return self._with_fault(unit=unit.name, accepted=None if is_all else accepted, form=self.rng.randrange(3))
 
-    def fail(self) -> Arguments | None:
+    def fail(self) -> Arguments:
         """The end of a unit without a commit."""
-        unit = self._unit()
-        return None if unit is None else self._breaking({"unit": unit.name})
+        return self._with_fault(unit=self._unit().name)
 
     # ---- between units ----------------------------------------------------------------------------
 
-    def round(self) -> Arguments | None:
-        """The beginning of a round of a batch, mostly where a row is about to use its lease up."""
+    def round(self) -> Arguments:
+        """The beginning of a round of a batch, mostly with a row that has nearly used up its lease."""
         thin = [one for one in self.model.active if one.unit is None and self.model.is_thin(one)]
         if thin and self.rng.random() < 0.85:
             return {"sequences": [one.name for one in self.rng.sample(thin, self.rng.randint(1, len(thin)))]}
-        chosen = self._batch()
-        return None if chosen is None else chosen[0]
+        return self._batch()[0]
 
-    def trim(self) -> Arguments | None:
+    def trim(self) -> Arguments:
         """A trim of a batch in one pool, with or without provisional columns."""
-        chosen = self._batch()
-        if chosen is None:
-            return None
-        named, sequences = chosen
-        provisional: Wanted = self.rng.choice((0, 0, self.rng.randint(0, 200)))
+        batch, sequences = self._batch()
+        provisional: Counts = self.rng.choice((0, 0, self.rng.randint(0, 200)))
         if self.rng.random() < 0.3:
             provisional = [self.rng.randint(0, 130) for _ in sequences]
         if self._is_bold():
             provisional = self.rng.choice((-1, [0] * (len(sequences) + 1), 1 << 31))
-        return self._breaking({**named, "pool": self._pool(), "provisional": provisional})
+        return self._with_fault(**batch, pool=self._pool(), provisional=provisional)
 
-    def truncate(self) -> Arguments | None:
-        """A lower frontier of a sequence, from 0 to what it is; sometimes above it or below 0."""
-        sequence, pool = self._sequence(), self._pool()
-        other = self._sequence()
-        if sequence is None or other is None:
-            return None
+    def truncate(self) -> Arguments:
+        """A frontier of a sequence, set to any position in it; sometimes above it or below 0."""
+        sequence, pool, other = self._sequence(), self._pool(), self._sequence()
         if self._frontier(other, pool) > self._frontier(sequence, pool):
             sequence = other
         committed = self._frontier(sequence, pool)
         tokens = self._position(committed)
         if self._is_bold():
             tokens = self.rng.choice((-1, committed + 1, committed + 64))
-        return self._breaking({"sequence": sequence.name, "pool": pool, "tokens": tokens})
+        return self._with_fault(sequence=sequence.name, pool=pool, tokens=tokens)
 
-    def ensure(self) -> Arguments | None:
+    def ensure(self) -> Arguments:
         """A mapping ahead, also in flight; sometimes beyond the entitlement or the context."""
-        sequence = self._sequence(may_fly=True)
-        if sequence is None:
-            return None
-        pool = self._pool()
+        sequence, pool = self._sequence(may_fly=True), self._pool()
         space = sequence.spaces.get(pool, sequence.spaces["main"])
         room = min(space.entitlement * pk.PAGE_TOKENS, self.model.max_context)
         tokens = self.rng.choice((0, room, self.rng.randint(0, room)))
         if self._is_bold():
             tokens = self.rng.choice((-1, space.entitlement * pk.PAGE_TOKENS + 1, self.model.max_context + 1))
-        return self._breaking({"sequence": sequence.name, "pool": pool, "tokens": tokens}, withdraws=False)
+        return self._with_fault(withdraws=False, sequence=sequence.name, pool=pool, tokens=tokens)
 
-    def finish(self) -> Arguments | None:
+    def finish(self) -> Arguments:
         """The end of a sequence, with or without a continuation; sometimes in flight, or the second time."""
-        is_kept = self.rng.random() < (0.2 if len(self.model.retained) > RETAINED_MANY else 0.8)
-        sequence = self._resumable() if is_kept else self._sequence()
-        if sequence is None:
-            return None
-        state = self._state() if is_kept else None
-        return self._breaking({"sequence": sequence.name, "retain": is_kept, "state": state})
+        retain = self.rng.random() < (0.2 if len(self.model.retained) > RETAINED_MANY else 0.8)
+        sequence = self._resumable() if retain else self._sequence()
+        return self._with_fault(sequence=sequence.name, retain=retain, state=self._state() if retain else None)
 
-    def abort(self) -> Arguments | None:
+    def abort(self) -> Arguments:
         """The end of a sequence now or at its boundary."""
-        sequence = self._sequence(may_fly=True)
-        return None if sequence is None else self._breaking({"sequence": sequence.name})
+        return self._with_fault(sequence=self._sequence(may_fly=True).name)
 
-    def misuse(self) -> Arguments | None:
+    def misuse(self) -> Arguments:
         """One of the calls that are never right."""
         return {"which": self.rng.randrange(MISUSES), "row": self.rng.randrange(self.model.max_concurrency)}
 
     # ---- choices ----------------------------------------------------------------------------------
 
     def _is_bold(self) -> bool:
-        """Say whether this event breaks a rule on purpose."""
+        """Return whether this event breaks a rule on purpose."""
         return self.is_bold and self.rng.random() < 0.6
 
-    def _breaking(self, made: Arguments, *, withdraws: bool = True) -> Arguments:
-        """Let a copy or launch that changes a table fail, seldom and in few walks: nothing comes after it.
+    def _choice(self, items: Sequence[Item]) -> Item:
+        """Return one of the items; an event without items has no subject."""
+        if not items:
+            raise NoSubject
+        return self.rng.choice(items)
+
+    def _with_copy_fault(self, **arguments: Any) -> Arguments:
+        """Let a copy of page contents fail in some events."""
+        if self.rng.random() < 0.12:
+            arguments["fail_at"] = self.rng.randint(1, 4)
+        return arguments
+
+    def _with_fault(self, *, withdraws: bool = True, **arguments: Any) -> Arguments:
+        """Let a copy or launch that changes a table fail, seldom and in few walks, because the fault ends the walk.
 
         Most events publish, so in a store that withdraws too a publication fails more seldom.
         """
         chance = 0.15 if not self.is_watched else 0.5 if withdraws else 0.02
         if self.is_fragile and self.rng.random() < chance:
-            return {**made, "fail_at": self.rng.choice((1, 1, 2, 3))}
-        return made
+            arguments["fail_at"] = self.rng.choice((1, 1, 2, 3))
+        return arguments
 
     def _position(self, tokens: int) -> int:
         """Return a position in [0, tokens]: an end, a page boundary, one beside it, or any."""
@@ -455,34 +439,33 @@ class EventDrawer:
     def _frontier(holder: SequenceModel | ContinuationModel, pool: str) -> int:
         return holder.spaces.get(pool, holder.spaces["main"]).frontier
 
-    def _sequence(self, *, may_fly: bool = False) -> SequenceModel | None:
-        """Return an active sequence at a boundary, or in flight too; a bold event takes any."""
+    def _sequence(self, *, may_fly: bool = False) -> SequenceModel:
+        """Return an active sequence at a boundary, or also one in flight; a bold event takes any."""
         ended = [sequence for sequence in self.model.sequences[-8:] if not sequence.is_active]
         if ended and self._is_bold():
             return self.rng.choice(ended)
         active = self.model.active
         if not may_fly and not self._is_bold():
             active = [sequence for sequence in active if sequence.unit is None]
-        return self.rng.choice(active) if active else None
+        return self._choice(active)
 
-    def _resumable(self) -> SequenceModel | None:
-        """Return a sequence, mostly one that can be retained, rather with much than with little committed."""
-        kept = [one for one in self.model.active if not self.model.retain_errors(one)]
+    def _resumable(self) -> SequenceModel:
+        """Return a sequence, mostly one that can be retained, and then the longer one of two."""
+        resumable = [one for one in self.model.active if not self.model.retain_errors(one)]
         if self._is_bold():
             return self._sequence()
-        others = [one for one in self.model.active if one.unit is None and one not in kept]
+        others = [one for one in self.model.active if one.unit is None and one not in resumable]
         if others and self.rng.random() < 0.08:
             return self.rng.choice(others)
-        if not kept:
-            return None
-        return max(self.rng.choices(kept, k=2), key=lambda one: one.spaces["main"].frontier)
+        two = self._choice(resumable), self._choice(resumable)
+        return max(two, key=lambda one: one.spaces["main"].frontier)
 
-    def _continuation(self) -> ContinuationModel | None:
-        """Return a continuation, mostly one that is there."""
-        gone = [one for one in self.model.continuations[-8:] if not one.is_current]
-        if gone and self._is_bold():
-            return self.rng.choice(gone)
-        return self.rng.choice(self.model.retained) if self.model.retained else None
+    def _continuation(self) -> ContinuationModel:
+        """Return a continuation, mostly a current one."""
+        ended = [one for one in self.model.continuations[-8:] if not one.is_current]
+        if ended and self._is_bold():
+            return self.rng.choice(ended)
+        return self._choice(self.model.retained)
 
     def _some_sequences(self) -> list[SequenceModel]:
         """Return distinct sequences in any order, mostly those at a boundary; sometimes none, stale or twice."""
@@ -495,26 +478,26 @@ class EventDrawer:
             sequences = [*sequences, *spoiled[:1]]
         return sequences
 
-    def _batch(self) -> tuple[Arguments, list[SequenceModel]] | None:
-        """Return a fresh legal batch, or one that was made earlier and may be stale."""
+    def _batch(self) -> tuple[Arguments, list[SequenceModel]]:
+        """Return a fresh legal batch, or an older one that may be stale."""
         if self.batches and self.rng.random() < 0.4:
             name, sequences = self.rng.choice(self.batches)
             is_usable = all(sequence.is_active and sequence.unit is None for sequence in sequences)
             if is_usable or self._is_bold():
                 return {"batch": name}, sequences
         sequences = self._some_sequences()
-        if not sequences or self.model.batch_errors(sequences):
-            return None
+        if self.model.batch_errors(sequences):
+            raise NoSubject
         return {"sequences": [sequence.name for sequence in sequences]}, sequences
 
-    def keep_batch(self, name: int, sequences: list[SequenceModel]) -> None:
-        """Remember a batch that was made."""
+    def add_batch(self, name: int, sequences: list[SequenceModel]) -> None:
+        """Remember a batch for later units."""
         self.batches = [*self.batches[-3:], (name, sequences)]
 
-    def _columns(self, sequences: list[SequenceModel]) -> dict[str, Wanted]:
+    def _columns(self, sequences: list[SequenceModel]) -> dict[str, Counts]:
         """Return columns per pool that fit each row's room, or do not."""
         names = list(self.model.pools)
-        columns: dict[str, Wanted] = {}
+        columns: dict[str, Counts] = {}
         for pool in self.rng.sample(names, self.rng.choice((1, len(names), len(names)))):
             rooms = [
                 min(sequence.spaces[pool].entitlement * 64, self.model.max_context) - sequence.spaces[pool].frontier
@@ -530,11 +513,11 @@ class EventDrawer:
             self._spoil(columns, sequences)
         return columns
 
-    def _spoil(self, columns: dict[str, Wanted], sequences: list[SequenceModel]) -> None:
-        """Break one rule in columns that fit: mostly one entry of one pool that goes beyond its entitlement."""
+    def _spoil(self, columns: dict[str, Counts], sequences: list[SequenceModel]) -> None:
+        """Break one rule in columns that fit: mostly let one entry of one pool exceed its entitlement."""
         pool, entry = self.rng.choice(list(columns)), self.rng.randrange(len(sequences))
-        given = columns[pool]
-        counts = [given] * len(sequences) if isinstance(given, int) else list(given)
+        fitting = columns[pool]
+        counts = [fitting] * len(sequences) if isinstance(fitting, int) else list(fitting)
         space = sequences[entry].spaces[pool]
         counts[entry] = space.entitlement * pk.PAGE_TOKENS - space.frontier + self.rng.choice((1, 64))
         kind = self.rng.randrange(10)
@@ -550,16 +533,15 @@ class EventDrawer:
         elif kind == 4:
             columns.clear()
 
-    def _unit(self) -> UnitModel | None:
+    def _unit(self) -> UnitModel:
         """Return a unit, mostly one in flight."""
-        open_units = self.model.open_units
         if self.model.units and self._is_bold():
             return self.rng.choice(self.model.units[-6:])
-        return self.rng.choice(open_units) if open_units else None
+        return self._choice(self.model.open_units)
 
-    def _accepted(self, unit: UnitModel) -> dict[str, Wanted]:
-        """Return accepted columns for some of the pools that a unit wrote, or more than it wrote."""
-        accepted: dict[str, Wanted] = {}
+    def _accepted(self, unit: UnitModel) -> dict[str, Counts]:
+        """Return accepted columns for some of the pools of a unit; sometimes more than the unit has."""
+        accepted: dict[str, Counts] = {}
         for pool, written in unit.columns.items():
             counts = list(written) if self.rng.random() < 0.5 else [self.rng.randint(0, count) for count in written]
             if self._is_bold():

@@ -1,8 +1,8 @@
-"""FaultyDevice: a device on which the n-th launch or copy from now on fails.  (C10.2)
+"""FaultyDevice: a device on which one chosen launch or copy fails.  (C10.2)
 
-The failure is an exception of the host's side, as of a driver that refuses a submission: nothing of that launch or
-copy happens, everything before it did.  It is no DeviceFault, so the store must be as it was and go on; only where
-table entries could not follow the ledgers any more must it be latched (C11.2).
+The failure is an exception on the host, as of a driver that refuses a submission: nothing of that launch or copy
+happens, everything before it did.  It is no DeviceFault, so the store must keep its state and continue; only where
+table entries can no longer follow the ledgers must the store latch (C11.2).
 
     device = FaultyDevice(pk.open_device("cpu"))
     with device.failing_at(2):           # the second launch or copy raises InjectedFault
@@ -19,15 +19,11 @@ import pagedkv as pk
 
 
 class InjectedFault(Exception):
-    """What a launch or copy raises when it is made to fail."""
+    """The failure of a launch or copy."""
 
 
 class FaultyDevice:
-    """A device that passes everything on, and fails when told to.
-
-    Attributes:
-        faults: failures so far.
-    """
+    """A device that passes everything on to another one; `faults` counts the failures so far."""
 
     def __init__(self, device: pk.Device) -> None:
         self._device = device
@@ -75,7 +71,7 @@ class FaultyModule:
         return getattr(self._module, name)
 
     def kernel(self, name: str) -> FaultyKernel:
-        """Give a kernel whose launches are counted."""
+        """Return a kernel whose launches are counted."""
         return FaultyKernel(self._module.kernel(name), self._device)
 
 
@@ -85,11 +81,7 @@ class FaultyKernel:
     def __init__(self, kernel: pk.Kernel, device: FaultyDevice) -> None:
         self._kernel = kernel
         self._device = device
-
-    @property
-    def name(self) -> str:
-        """The kernel's name in its source."""
-        return self._kernel.name
+        self.name = kernel.name
 
     def launch(self, grid: Any, block: Any, arguments: Sequence[Any], stream: pk.Stream, **reads: Any) -> None:
         """Launch, or fail."""

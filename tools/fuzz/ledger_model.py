@@ -1,14 +1,13 @@
-"""A slow, obvious model of what a store shows: lists, dicts and plain integers.  (C5 to C13, C16)
+"""LedgerModel: a slow, obvious model of what a store shows, in lists, dicts and plain integers.  (C5 to C13, C16)
 
-It is written from the contract, apart from the code under test, of which it imports public names only.  It says for
-each call which errors are right (none: the call must succeed), what the call answers, and what every observable must
-be afterwards.  Pages are objects, and two spaces that share a page hold the same object, so references are counted by
-looking.  The model does not predict which ids a store hands out: it learns them when they first appear, and then
-demands that they are in range, distinct, and stable for as long as they are mapped.
+It is written from the contract and imports public names only.  For each call it says which errors are right (none: the
+call must succeed), what the call answers, and what every observable is afterwards.  Pages are objects, and two spaces
+that share a page hold the same object, so references are counted by looking.  The model does not predict the ids of a
+store: it learns them when they first appear (`compare.py`), and then requires that they are in range, distinct, and
+stable while they are mapped.
 
-    errors = model.begin_errors(...)     names of acceptable errors; empty means that the call must succeed
-    answer = model.begin(...)            the expected answer; the model moves on
-    model.compare(inspection)            every observable, `model_view.py`
+    errors = model.begin_errors(...)     names of right errors; empty means that the call must succeed
+    answer = model.begin(...)            changes the model and returns the right answer
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy.typing as npt
 
 import pagedkv as pk
 
-Wanted = int | Sequence[int]
+Counts = int | Sequence[int]
 Frontier = int | Mapping[str, int] | None
 
 COLUMNS_MAX = (1 << 30) - 1
@@ -34,7 +33,7 @@ def pages_of(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class PoolShape:
-    """What the model must know of a pool: its pages, and how far a row may lead its budget in it."""
+    """The pages of a pool, and how far a row may lead its budget in the pool."""
 
     capacity: int
     lead_tokens: int
@@ -42,30 +41,30 @@ class PoolShape:
 
 @dataclass(frozen=True)
 class GrowthShape:
-    """What the model must know of lease growth: its window, and the next launch with one forced span.  (C9.2)"""
+    """The window of lease growth, and the tokens of the widest launch with one forced span.  (C9.2)"""
 
     window_tokens: int
     widest_tokens: int
 
     @property
     def cushion_pages(self) -> int:
-        """Pages behind the window that a row which was not extended runs on."""
+        """Pages behind the window; a row that was not extended runs on them."""
         return pages_of(self.widest_tokens) + 1
 
     @property
     def ladder_pages(self) -> list[int]:
-        """What a round tries to add: the window, then less of it."""
+        """Pages that a round tries to add: the window, then less of it."""
         return sorted({pages_of(min(tokens, self.window_tokens)) for tokens in (self.window_tokens, 128, 64)})[::-1]
 
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """One page that belongs to a space, as observed; None until it is observed for the first time.
+    """One page of a space; ids and serials are None until they are observed for the first time.
 
     Attributes:
-        logical, page_id: which descriptor, and which page group.
+        tags: (64,) uint16, the last tag written into each column.
+        logical, page_id: the descriptor, and the page group.
         lease, identity, content: serial of the page group, generation of the descriptor, content epoch.
-        tags: (64,) uint16, what was last written into each column.
     """
 
     tags: npt.NDArray[np.uint16]
@@ -77,16 +76,16 @@ class Page:
 
     @classmethod
     def new(cls, tags: npt.NDArray[np.uint16] | None = None) -> Page:
-        """Return a page that nothing was observed of."""
+        """Return a page without observations, perhaps a copy of another page."""
         return cls(np.zeros(pk.PAGE_TOKENS, np.uint16) if tags is None else tags.copy())
 
 
 @dataclass(eq=False)
 class Space:
-    """One address space: pages it is entitled to, pages that belong to it, tokens committed and protected.
+    """One address space: entitled pages, member pages, tokens committed and protected.
 
     Attributes:
-        full: pages that its entitlement may grow to; the entitlement itself without lease growth.
+        full: pages that the entitlement may grow to; the entitlement itself without lease growth.
     """
 
     entitlement: int
@@ -133,7 +132,7 @@ class UnitModel:
 
 @dataclass(frozen=True)
 class Target:
-    """What an activation asks for."""
+    """The target of an activation."""
 
     prompt: int
     output: int
@@ -144,7 +143,7 @@ class Target:
 
 @dataclass(frozen=True)
 class RightRefusal:
-    """A right answer of a refused call; `needed` lists the numbers that are right, all when it is empty."""
+    """A right answer of a refused call; `needed` has the right numbers, and empty means any."""
 
     pool: str
     needed: frozenset[int]
@@ -152,15 +151,15 @@ class RightRefusal:
     reason: str
     forever: bool = False
 
-    def is_told_by(self, refusal: pk.Refusal) -> bool:
-        """Say whether a store's refusal is this one."""
-        told = (refusal.pool, refusal.available, refusal.reason, refusal.forever)
-        is_same = told == (self.pool, self.available, self.reason, self.forever)
+    def matches(self, refusal: pk.Refusal) -> bool:
+        """Return whether a store's refusal is this one."""
+        fields = (refusal.pool, refusal.available, refusal.reason, refusal.forever)
+        is_same = fields == (self.pool, self.available, self.reason, self.forever)
         return is_same and (not self.needed or refusal.needed in self.needed)
 
 
 class LedgerModel:
-    """What a store with these pools shows."""
+    """The right state of a store with these pools."""
 
     def __init__(
         self, pools: Mapping[str, PoolShape], *, max_context: int, max_concurrency: int,
@@ -178,7 +177,7 @@ class LedgerModel:
         }
         self.tags_next = 1
 
-    # ---- what is ----------------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------------
 
     @property
     def active(self) -> list[SequenceModel]:
@@ -196,7 +195,7 @@ class LedgerModel:
         return [unit for unit in self.units if unit.is_open]
 
     def spaces(self, pool: str) -> list[Space]:
-        """Return every space of a pool, active ones first."""
+        """Return every space of a pool, active spaces first."""
         active = [sequence.spaces[pool] for sequence in self.active]
         return active + [continuation.spaces[pool] for continuation in self.retained]
 
@@ -205,22 +204,22 @@ class LedgerModel:
         return sum(page in space.pages for space in self.spaces(pool))
 
     def allocated(self, pool: str) -> int:
-        """Return how many pages belong to some space, each counted once.  (C6.4)"""
+        """Return the number of distinct pages that belong to a space.  (C6.4)"""
         return len({id(page) for space in self.spaces(pool) for page in space.pages})
 
     def reserved(self, pool: str) -> int:
-        """Return what active spaces may still map."""
+        """Return the pages that active spaces may still map."""
         spaces = [sequence.spaces[pool] for sequence in self.active]
         return sum(space.entitlement - len(space.pages) for space in spaces)
 
     def available(self, pool: str) -> int:
-        """Return what anyone may still reserve."""
+        """Return the pages that anyone may still reserve."""
         return self.pools[pool].capacity - self.allocated(pool) - self.reserved(pool)
 
     # ---- activation -------------------------------------------------------------------------------
 
     def target_errors(self, target: Target) -> set[str]:
-        """Errors of a target: counts, a stale source, one without state, a frontier it does not hold."""
+        """Errors of a target: counts, a stale source or one without state, a frontier beyond the source's."""
         source = target.source
         if target.prompt < (source is None) or target.output < 0:
             return {"MisuseError"}
@@ -236,7 +235,7 @@ class LedgerModel:
         return set() if is_held and main else {"MisuseError"}
 
     def frontiers(self, target: Target) -> dict[str, int]:
-        """Return where the target begins in each pool, as far as it says."""
+        """Return the frontier that the target takes from its source in each pool, as far as it names pools."""
         if target.source is None:
             return dict.fromkeys(self.pools, 0)
         if target.frontier is None:
@@ -244,7 +243,7 @@ class LedgerModel:
         return {"main": target.frontier} if isinstance(target.frontier, int) else dict(target.frontier)
 
     def entitlements(self, target: Target) -> dict[str, int]:
-        """Return pages per pool: all of them, or with growth those of the window and the cushion.  (C9.2)"""
+        """Return pages per pool: all of them, or with growth the pages of window and cushion.  (C9.2)"""
         full = self.full_entitlements(target)
         if self.growth is None:
             return full
@@ -257,11 +256,11 @@ class LedgerModel:
         return {name: min(pages_of(total + shape.lead_tokens), ceiling) for name, shape in self.pools.items()}
 
     def total_tokens(self, target: Target) -> int:
-        """Return what comes from the source, prompt and output."""
+        """Return the tokens from the source, prompt and output together."""
         return self.frontiers(target)["main"] + target.prompt + target.output
 
-    def kept_pages(self, target: Target, pool: str) -> int:
-        """Return how many pages of the source become members: full ones, and a partial tail that moves alone."""
+    def inherited_pages(self, target: Target, pool: str) -> int:
+        """Return how many pages of the source become members: full pages, and a partial tail of a Move, unshared."""
         if target.source is None:
             return 0
         full, tail = divmod(self.frontiers(target)[pool], pk.PAGE_TOKENS)
@@ -270,47 +269,48 @@ class LedgerModel:
         return full + (self.references(target.source.spaces[pool].pages[full], pool) == 1)
 
     def refusals(self, target: Target) -> tuple[list[RightRefusal], bool]:
-        """Return every right answer of a refusal, and whether the call must be refused.
+        """Return every right refusal, and whether the call must be refused.
 
-        A moved source gives pages back.  Whether a store takes them into the reservation of the same activation is
-        not said, so a target that fits with them alone may be granted or refused.
+        A moved source returns pages.  The contract does not say whether the same activation may reserve them, so a
+        target that fits only with them may be granted or refused.
         """
         total = self.total_tokens(target)
         if total > self.max_context:
             needed = frozenset({pages_of(total)})
             return [RightRefusal("main", needed, pages_of(self.max_context), "context", forever=True)], True
-        found, is_sure = [], False
+        refusals, is_sure = [], False
         if len(self.active) == self.max_concurrency:
-            found.append(RightRefusal("rows", frozenset({1}), 0, "rows"))
+            refusals.append(RightRefusal("rows", frozenset({1}), 0, "rows"))
             is_sure = True
         for pool, pages in self.entitlements(target).items():
-            kept, available, given = self.kept_pages(target, pool), self.available(pool), 0
-            is_copied = kept * pk.PAGE_TOKENS < self.frontiers(target)[pool]
+            inherited, available, returned = self.inherited_pages(target, pool), self.available(pool), 0
+            has_copy = inherited * pk.PAGE_TOKENS < self.frontiers(target)[pool]
             if target.source is not None and not target.keeps:
-                given = sum(self.references(page, pool) == 1 for page in target.source.spaces[pool].pages[kept:])
-            claim = pages - kept
-            if claim > available or is_copied > available:
-                right = frozenset({claim}) if not given else frozenset()
-                found.append(RightRefusal(pool, right, available, "pages"))
-                is_sure = is_sure or claim > available + given
-        return found, is_sure
+                rest = target.source.spaces[pool].pages[inherited:]
+                returned = sum(self.references(page, pool) == 1 for page in rest)
+            claim = pages - inherited
+            if claim > available or has_copy > available:
+                needed = frozenset() if returned else frozenset({claim})
+                refusals.append(RightRefusal(pool, needed, available, "pages"))
+                is_sure = is_sure or claim > available + returned
+        return refusals, is_sure
 
     def activate(self, name: int, target: Target, row: int) -> SequenceModel:
-        """Add the sequence that the store put in `row`."""
+        """Add the sequence, in the row that the store chose."""
         assert 0 <= row < self.max_concurrency, f"row {row} of {self.max_concurrency}"
         assert row not in [sequence.row for sequence in self.active], f"row {row} is leased twice"
         spaces: dict[str, Space] = {}
-        left: list[tuple[str, Page]] = []
+        left: list[tuple[str, Page]] = []  # pages that a moved source loses
         full = self.full_entitlements(target)
         for pool, entitlement in self.entitlements(target).items():
             spaces[pool] = space = Space(entitlement, frontier=self.frontiers(target)[pool], full=full[pool])
             if target.source is None:
                 continue
             old = target.source.spaces[pool]
-            kept = self.kept_pages(target, pool)
-            space.pages = old.pages[:kept]
-            if kept * pk.PAGE_TOKENS < space.frontier:
-                space.pages.append(Page.new(old.pages[kept].tags))
+            inherited = self.inherited_pages(target, pool)
+            space.pages = old.pages[:inherited]
+            if inherited * pk.PAGE_TOKENS < space.frontier:
+                space.pages.append(Page.new(old.pages[inherited].tags))
             elif space.frontier % pk.PAGE_TOKENS and space.frontier < old.frontier:
                 self._renew_content(space.pages[-1], pool)  # moved, and cut inside (C7.6)
             left += [(pool, page) for page in old.pages]
@@ -324,26 +324,26 @@ class LedgerModel:
     # ---- continuations ----------------------------------------------------------------------------
 
     def snapshot_refusals(self, sequence: SequenceModel) -> list[RightRefusal]:
-        """Return every right answer of a refused snapshot; empty: it is granted.  (C10.6)"""
-        found = []
+        """Return every right refusal of a snapshot; empty means that it is granted.  (C10.6)"""
+        refusals = []
         for pool, space in sequence.spaces.items():
             provisional = len(space.pages) - pages_of(space.frontier)
             if provisional:
-                found.append(RightRefusal(pool, frozenset({provisional}), 0, "provisional"))
+                refusals.append(RightRefusal(pool, frozenset({provisional}), 0, "provisional"))
             elif space.frontier % pk.PAGE_TOKENS and not self.available(pool):
-                found.append(RightRefusal(pool, frozenset({1}), 0, "pages"))
-        return found
+                refusals.append(RightRefusal(pool, frozenset({1}), 0, "pages"))
+        return refusals
 
     def retain_errors(self, sequence: SequenceModel) -> set[str]:
-        """Errors of keeping what a sequence has: none may lead Main, and there must be something.  (C13.2)"""
-        errors = self.finish_errors(sequence)
+        """Errors of keeping the pages of a sequence: no pool may lead Main, and Main must have tokens.  (C13.2)"""
+        errors = self.boundary_errors([sequence])
         main = sequence.spaces["main"].frontier
         if not main or any(space.frontier > main for space in sequence.spaces.values()):
             errors.add("MisuseError")
         return errors
 
     def snapshot(self, name: int, number: int, sequence: SequenceModel, state: object) -> ContinuationModel:
-        """Share full pages; the copy of a partial tail is the checkpoint's.  (C10.6)"""
+        """Share full pages; the checkpoint gets a copy of a partial tail.  (C10.6)"""
         spaces = {}
         for pool, space in sequence.spaces.items():
             full, tail = divmod(space.frontier, pk.PAGE_TOKENS)
@@ -351,24 +351,24 @@ class LedgerModel:
             if tail:
                 pages.append(Page.new(space.pages[full].tags))
             spaces[pool] = Space(0, pages, space.frontier, space.frontier)
-        return self._keep(name, number, spaces, state)
+        return self._add_continuation(name, number, spaces, state)
 
     def retain(self, name: int, number: int, sequence: SequenceModel, state: object) -> ContinuationModel:
-        """Trim, give up reservation and row, and keep the pages.  (C9.8)"""
+        """Trim, return reservation and row, and keep the pages.  (C9.8)"""
         spaces = {}
         for pool, space in sequence.spaces.items():
             self._unmap(sequence, pool, pages_of(space.frontier))
             spaces[pool] = Space(0, space.pages, space.frontier, space.frontier)
         sequence.is_active = False
-        return self._keep(name, number, spaces, state)
+        return self._add_continuation(name, number, spaces, state)
 
     def release(self, continuation: ContinuationModel) -> None:
-        """Give up every page of a continuation; those that others hold stay."""
+        """Return every page of a continuation; pages that others hold stay."""
         continuation.is_current = False
         self._retire([(pool, page) for pool, space in continuation.spaces.items() for page in space.pages])
 
     def protect_errors(self, continuation: ContinuationModel, pool: str, tokens: int) -> set[str]:
-        """Errors of moving a protected frontier.  (C7.8)"""
+        """Errors of setting a protected frontier.  (C7.8)"""
         errors = self.handle_errors(continuation)
         if pool not in self.pools or not 0 <= tokens <= continuation.spaces[pool].frontier:
             errors.add("MisuseError")
@@ -379,25 +379,25 @@ class LedgerModel:
         continuation.spaces[pool].protected = tokens
 
     def handle_errors(self, continuation: ContinuationModel) -> set[str]:
-        """Errors of any use of a handle."""
+        """Errors of a stale continuation."""
         return set() if continuation.is_current else {"StaleHandle"}
 
     # ---- units ------------------------------------------------------------------------------------
 
     def batch_errors(self, sequences: list[SequenceModel]) -> set[str]:
         """Errors of selecting sequences, each once."""
-        errors = self._stale(sequences)
+        errors = self.stale_errors(sequences)
         if not sequences or len({sequence.name for sequence in sequences}) != len(sequences):
             errors.add("MisuseError")
         return errors
 
-    def begin_errors(self, sequences: list[SequenceModel], columns: Mapping[str, Wanted]) -> set[str]:
+    def begin_errors(self, sequences: list[SequenceModel], columns: Mapping[str, Counts]) -> set[str]:
         """Errors of a unit: stale handles, rows in flight, counts, positions from S on, entitlement."""
-        errors = self._stale(sequences) | self._in_flight(sequences)
+        errors = self.boundary_errors(sequences)
         if not columns:
             errors.add("MisuseError")
-        for pool, wanted in columns.items():
-            counts = self._counts(wanted, len(sequences))
+        for pool, argument in columns.items():
+            counts = self._counts(argument, len(sequences))
             if pool not in self.pools or counts is None:
                 errors.add("MisuseError")
                 continue
@@ -409,18 +409,18 @@ class LedgerModel:
                     errors.add("EntitlementExceeded")
         return errors
 
-    def begin(self, name: int, sequences: list[SequenceModel], columns: Mapping[str, Wanted]) -> tuple[UnitModel, int]:
+    def begin(self, name: int, sequences: list[SequenceModel], columns: Mapping[str, Counts]) -> tuple[UnitModel, int]:
         """Map, freeze, and return the unit with the number of table slices to publish."""
         taken: dict[str, list[int]] = {}
         firsts: dict[str, list[int]] = {}
         slices = 0
-        for pool, wanted in columns.items():
-            counts = self._counts(wanted, len(sequences))
-            assert counts is not None, wanted
+        for pool, argument in columns.items():
+            counts = self._counts(argument, len(sequences))
+            assert counts is not None, argument
             taken[pool] = counts
             firsts[pool] = [sequence.spaces[pool].frontier for sequence in sequences]
             for sequence, first, count in zip(sequences, firsts[pool], counts, strict=True):
-                slices += self._map(sequence, pool, first + count)
+                slices += self.ensure(sequence, pool, first + count)
         unit = UnitModel(name, list(sequences), taken, firsts)
         for sequence in sequences:
             sequence.unit = unit
@@ -444,23 +444,23 @@ class LedgerModel:
                     position = end
         return written
 
-    def commit_errors(self, unit: UnitModel, accepted: Mapping[str, Wanted]) -> set[str]:
+    def commit_errors(self, unit: UnitModel, accepted: Mapping[str, Counts]) -> set[str]:
         """Errors of a commit: an ended unit, a pool it did not write, counts it did not write."""
         if not unit.is_open:
             return {"MisuseError"}
-        for pool, wanted in accepted.items():
-            counts = self._counts(wanted, len(unit.sequences))
+        for pool, argument in accepted.items():
+            counts = self._counts(argument, len(unit.sequences))
             if pool not in unit.columns or counts is None:
                 return {"MisuseError"}
             if any(count > written for count, written in zip(counts, unit.columns[pool], strict=True)):
                 return {"MisuseError"}
         return set()
 
-    def commit(self, unit: UnitModel, accepted: Mapping[str, Wanted]) -> None:
+    def commit(self, unit: UnitModel, accepted: Mapping[str, Counts]) -> None:
         """Advance the frontiers of the pools that are named, and end the unit."""
-        for pool, wanted in accepted.items():
-            counts = self._counts(wanted, len(unit.sequences))
-            assert counts is not None, wanted
+        for pool, argument in accepted.items():
+            counts = self._counts(argument, len(unit.sequences))
+            assert counts is not None, argument
             for sequence, count in zip(unit.sequences, counts, strict=True):
                 sequence.spaces[pool].frontier += count
         self.end(unit)
@@ -479,16 +479,12 @@ class LedgerModel:
 
     # ---- between units ----------------------------------------------------------------------------
 
-    def round_errors(self, sequences: list[SequenceModel]) -> set[str]:
-        """Errors of the beginning of a round: stale handles, rows in flight."""
-        return self._stale(sequences) | self._in_flight(sequences)
-
     def begin_round(self, sequences: list[SequenceModel]) -> list[SequenceModel]:
-        """Extend every row that has reached its cushion, in batch order; return those that got nothing.  (C9.2)"""
+        """Extend every row that has reached its cushion, in batch order; return rows without an extension.  (C9.2)"""
         return [sequence for sequence in sequences if self.is_thin(sequence) and not self._extend(sequence)]
 
     def is_thin(self, sequence: SequenceModel) -> bool:
-        """Say whether less than the cushion is left in some pool that may still grow."""
+        """Return whether less than the cushion is left in some pool that may still grow."""
         if self.growth is None:
             return False
         cushion = self.growth.cushion_pages
@@ -509,26 +505,30 @@ class LedgerModel:
         return False
 
     def ensure_errors(self, sequence: SequenceModel, pool: str, tokens: int) -> set[str]:
-        """Errors of mapping ahead; a row in flight may be mapped beyond its range."""
-        errors = self._stale([sequence])
+        """Errors of mapping ahead, which a row in flight may do too."""
+        errors = self.stale_errors([sequence])
         if pool not in self.pools or not 0 <= tokens <= self.max_context:
             errors.add("MisuseError")
         if pool in self.pools and pages_of(tokens) > sequence.spaces[pool].entitlement:
             errors.add("EntitlementExceeded")
         return errors
 
-    def ensure(self, sequence: SequenceModel, pool: str, tokens: int) -> int:
-        """Map positions [0, tokens) and return how many table slices are to be published."""
-        return self._map(sequence, pool, tokens)
+    @staticmethod
+    def ensure(sequence: SequenceModel, pool: str, tokens: int) -> int:
+        """Map positions [0, tokens); return how many table slices are to be published."""
+        pages = sequence.spaces[pool].pages
+        gained = pages_of(tokens) - len(pages)
+        pages.extend(Page.new() for _ in range(gained))
+        return int(gained > 0)
 
-    def trim_errors(self, sequences: list[SequenceModel], pool: str, provisional: Wanted) -> set[str]:
+    def trim_errors(self, sequences: list[SequenceModel], pool: str, provisional: Counts) -> set[str]:
         """Errors of a trim: stale handles, rows in flight, an unknown pool, counts."""
-        errors = self._stale(sequences) | self._in_flight(sequences)
+        errors = self.boundary_errors(sequences)
         if pool not in self.pools or self._counts(provisional, len(sequences)) is None:
             errors.add("MisuseError")
         return errors
 
-    def trim(self, sequences: list[SequenceModel], pool: str, provisional: Wanted) -> int:
+    def trim(self, sequences: list[SequenceModel], pool: str, provisional: Counts) -> int:
         """Keep the pages of max(committed, provisional); return how many went back to their reservation."""
         counts = self._counts(provisional, len(sequences))
         assert counts is not None, provisional
@@ -541,7 +541,7 @@ class LedgerModel:
     def truncate_errors(self, holder: SequenceModel | ContinuationModel, pool: str, tokens: int) -> set[str]:
         """Errors of a truncate: stale, in flight, an unknown pool, beyond [protected, frontier], a shared page cut."""
         if isinstance(holder, SequenceModel):
-            errors = self._stale([holder]) | self._in_flight([holder])
+            errors = self.boundary_errors([holder])
         else:
             errors = self.handle_errors(holder)
         space = holder.spaces.get(pool)
@@ -566,21 +566,13 @@ class LedgerModel:
         space.frontier = tokens
         self._unmap(holder, pool, pages_of(tokens))
 
-    def finish_errors(self, sequence: SequenceModel) -> set[str]:
-        """Errors of a finish: it has ended, or is in flight."""
-        return self._stale([sequence]) | self._in_flight([sequence])
-
     def finish(self, sequence: SequenceModel) -> None:
-        """Give up every page, the reservation and the row."""
+        """Return every page, the reservation and the row."""
         sequence.is_active = False
         self._retire([(pool, page) for pool, space in sequence.spaces.items() for page in space.pages])
 
-    def abort_errors(self, sequence: SequenceModel) -> set[str]:
-        """Errors of an abort: it has ended."""
-        return self._stale([sequence])
-
     def abort(self, sequence: SequenceModel) -> bool:
-        """End now, or with the unit in flight; say which."""
+        """End now, or with the unit in flight; return whether now."""
         if sequence.unit is not None:
             sequence.is_aborting = True
             return False
@@ -589,43 +581,39 @@ class LedgerModel:
 
     # ---- helpers ----------------------------------------------------------------------------------
 
-    def _keep(self, name: int, number: int, spaces: dict[str, Space], state: object) -> ContinuationModel:
+    def _add_continuation(self, name: int, number: int, spaces: dict[str, Space], state: object) -> ContinuationModel:
         continuation = ContinuationModel(name, number, spaces, state)
         self.continuations.append(continuation)
         return continuation
 
     @staticmethod
-    def _stale(sequences: list[SequenceModel]) -> set[str]:
+    def stale_errors(sequences: list[SequenceModel]) -> set[str]:
+        """Errors of sequences that have ended."""
         return {"StaleHandle"} if any(not sequence.is_active for sequence in sequences) else set()
 
-    @staticmethod
-    def _in_flight(sequences: list[SequenceModel]) -> set[str]:
-        return {"UnitInFlight"} if any(sequence.unit is not None for sequence in sequences) else set()
+    def boundary_errors(self, sequences: list[SequenceModel]) -> set[str]:
+        """Errors of sequences that have ended or are in flight."""
+        is_in_flight = any(sequence.unit is not None for sequence in sequences)
+        return self.stale_errors(sequences) | ({"UnitInFlight"} if is_in_flight else set())
 
     @staticmethod
-    def _counts(wanted: Wanted, entries: int) -> list[int] | None:
-        """Return one count per entry, or None where the caller gave no such thing."""
-        counts = [wanted] * entries if isinstance(wanted, int) else list(wanted)
+    def _counts(argument: Counts, entries: int) -> list[int] | None:
+        """Return one count per entry, or None where the argument has no such form."""
+        counts = [argument] * entries if isinstance(argument, int) else list(argument)
         if len(counts) != entries or any(not 0 <= count <= COLUMNS_MAX for count in counts):
             return None
         return counts
 
-    @staticmethod
-    def _map(sequence: SequenceModel, pool: str, tokens: int) -> int:
-        pages = sequence.spaces[pool].pages
-        gained = pages_of(tokens) - len(pages)
-        pages.extend(Page.new() for _ in range(gained))
-        return int(gained > 0)
-
-    def _unmap(self, holder: SequenceModel | ContinuationModel, pool: str, keep: int) -> int:
+    def _unmap(self, holder: SequenceModel | ContinuationModel, pool: str, pages_min: int) -> int:
+        """Unmap all pages but the first `pages_min`; return how many."""
         pages = holder.spaces[pool].pages
-        gone = pages[keep:]
-        del pages[keep:]
-        self._retire([(pool, page) for page in gone])
-        return len(gone)
+        unmapped = pages[pages_min:]
+        del pages[pages_min:]
+        self._retire([(pool, page) for page in unmapped])
+        return len(unmapped)
 
     def _retire(self, pages: list[tuple[str, Page]]) -> None:
-        """Remember what pages that no space holds any more were; it must not come back.  (C6.1, C7.3)"""
+        """Remember the serials of pages that no space holds any more; they must not come back.  (C6.1, C7.3)"""
         held = {id(page) for pool in self.pools for space in self.spaces(pool) for page in space.pages}
         for pool, page in pages:
             if id(page) not in held:

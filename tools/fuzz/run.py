@@ -110,7 +110,7 @@ def walk_once(
             if walk.is_over:
                 break
             if number in walk.batches:
-                drawer.keep_batch(number, walk.batches[number][0])
+                drawer.add_batch(number, walk.batches[number][0])
         walk.end_everything()
     except FINDINGS as error:
         message = _message(error)

@@ -21,23 +21,29 @@ from typing import Any, TextIO, TypeVar, cast
 import numpy as np
 
 import pagedkv as pk
-from pagedkv.tools.fuzz.compare import Held, committed_bytes, compare
+from pagedkv.tools.fuzz.compare import Holdings, committed_bytes, compare, require_same
 from pagedkv.tools.fuzz.events import MISUSES, Event, WalkShape
 from pagedkv.tools.fuzz.faulty_device import FaultyDevice, InjectedFault
 from pagedkv.tools.fuzz.latched_store import require_latched
 from pagedkv.tools.fuzz.ledger_model import (
     ContinuationModel,
+    Counts,
     GrowthShape,
     LedgerModel,
     PoolShape,
+    RightRefusal,
     SequenceModel,
     Target,
     UnitModel,
-    Wanted,
 )
 
 T = TypeVar("T")
 M = TypeVar("M")
+
+SequencePair = tuple[SequenceModel, pk.Sequence]
+ContinuationPair = tuple[ContinuationModel, pk.Continuation]
+UnitPair = tuple[UnitModel, pk.SubmittedUnit]
+BatchPair = tuple[list[SequenceModel], pk.Batch]
 
 CHECK_EVERY = 16
 BYTES_EVERY = 4
@@ -45,20 +51,24 @@ BYTES_EVERY = 4
 MOVES_BYTES = frozenset({"activate", "snapshot", "truncate", "release", "finish"})
 """Kinds after which bytes are read at once; after every other kind they are read every `BYTES_EVERY` events."""
 
+PUBLISHES = frozenset({"begin", "ensure"})
+"""Kinds whose failing launch or copy breaks off a publication; of every other kind, a withdrawal."""
+
 
 class Refused:
-    """What `Walk.call` gives for a call that was refused, as it had to be."""
+    """The answer of `Walk.call` for a call that was refused, as it had to be."""
 
 
 REFUSED = Refused()
 
 
 class Walk:
-    """One store, its model, and what the events so far have made.
+    """One store, its model, and the handles of the events so far.
 
     Attributes:
         is_over: a change of tables broke off, so the store was latched and is closed; later events do nothing.
         counts: how often each kind of event, error and refusal happened.
+        sequences, continuations, units, batches: by the number of their event, what the model and the store returned.
     """
 
     def __init__(self, shape: WalkShape, device: FaultyDevice, journal: TextIO | None = None) -> None:
@@ -73,15 +83,17 @@ class Walk:
             if shape.lease_window else None,
         )  # fmt: skip
         self.is_over = False
-        self.sequences: dict[int, tuple[SequenceModel, pk.Sequence]] = {}
-        self.continuations: dict[int, tuple[ContinuationModel, pk.Continuation]] = {}
-        self.units: dict[int, tuple[UnitModel, pk.SubmittedUnit]] = {}
-        self.batches: dict[int, tuple[list[SequenceModel], pk.Batch]] = {}
+        self.sequences: dict[int, SequencePair] = {}
+        self.continuations: dict[int, ContinuationPair] = {}
+        self.units: dict[int, UnitPair] = {}
+        self.batches: dict[int, BatchPair] = {}
         self.counts: Counter[str] = Counter()
-        # What the store shows, until a call may have changed it; what was compared last, and what the model said then.
-        self._shown: pk.StoreInspection | None = None
+        self._event = Event(0, "", {})
+        # The inspection of the store, None after a call that may have changed it; the inspection that was compared
+        # last, and the holdings of the model then.
+        self._inspection: pk.StoreInspection | None = None
         self._compared: pk.StoreInspection | None = None
-        self._held: Held = {}
+        self._holdings: Holdings = {}
         # (pages, 64, D) uint16 of the plane whose bytes are compared, of each pool; then the host copies, which one
         # graph fills, of the device table and of that plane
         self.planes: dict[str, Any] = {}
@@ -104,19 +116,14 @@ class Walk:
         """Let an event happen in the model and in the store, and compare.
 
         Returns:
-            False when nothing happened: what it acts on was never made, or the walk is over.
+            False when nothing happened: a subject of the event does not exist, or the walk is over.
         """
-        arguments = event.arguments
-        if self.is_over:
+        arguments = None if self.is_over else self._with_subjects(event)
+        if arguments is None:
             return False
-        for name, made in (("sequence", self.sequences), ("continuation", self.continuations), ("unit", self.units),
-                           ("source", self.continuations), ("batch", self.batches)):  # fmt: skip
-            if name in arguments and arguments[name] not in made:
-                return False
-        if any(name not in self.sequences for name in arguments.get("sequences", ())):
-            return False
+        self._event = event
         self.counts[event.kind] += 1
-        getattr(self, f"_{event.kind}")(event.number, **arguments)
+        getattr(self, f"_{event.kind}")(**arguments)
         if self.is_over:
             return True
         self.compare_ledgers()
@@ -127,29 +134,44 @@ class Walk:
             self.compare_handles()
         return True
 
-    def compare_ledgers(self) -> None:
-        """Demand that the store shows what the model says.
+    def _with_subjects(self, event: Event) -> dict[str, Any] | None:
+        """Return the arguments of an event with pairs of model and handle for names; None where one does not exist."""
+        arguments = {name: value for name, value in event.arguments.items() if name != "fail_at"}
+        tables: dict[str, Mapping[int, object]] = {
+            "sequence": self.sequences, "continuation": self.continuations, "source": self.continuations,
+            "unit": self.units, "batch": self.batches,
+        }  # fmt: skip
+        for name in tables.keys() & arguments.keys():
+            if arguments[name] not in tables[name]:
+                return None
+            arguments[name] = tables[name][arguments[name]]
+        if "sequences" in arguments:
+            if any(name not in self.sequences for name in arguments["sequences"]):
+                return None
+            arguments["sequences"] = [self.sequences[name] for name in arguments["sequences"]]
+        return arguments
 
-        After a refused call that is known already: it showed before what it shows now, byte by byte, and the model
-        moves with granted calls alone.
+    def compare_ledgers(self) -> None:
+        """Require that the store shows the state of the model.
+
+        After a refused call that is known already: the store shows what it showed before the call, byte by byte, and
+        the model moves with granted calls alone.
         """
-        shown = self._look()
-        if shown is not self._compared:
-            self._held = compare(self.model, shown)
-            self._compared = shown
+        inspection = self._inspect()
+        if inspection is not self._compared:
+            self._holdings = compare(self.model, inspection)
+            self._compared = inspection
 
     def compare_bytes(self) -> None:
-        """Demand that device tables name the pages, and that each committed column shows its tag.  (S86)"""
+        """Require that device tables name the pages, and that each committed column shows its tag.  (S86)"""
         active = self.model.active
         self._read_device()
         for pool, (table, content) in self.hosts.items():
             rows = table.tolist()
             for sequence in active:
                 ids = [page.page_id for page in sequence.spaces[pool].pages]
-                shown = rows[sequence.row][: len(ids)]
-                if shown != ids:
-                    raise AssertionError(f"pool {pool} row {sequence.row}: the device table has {shown}, model {ids}")
-            page_ids, is_committed, tags = committed_bytes(self._held[pool])
+                require_same(f"pool {pool} row {sequence.row}: device table", ids, rows[sequence.row][: len(ids)])
+            page_ids, is_committed, tags = committed_bytes(self._holdings[pool])
             is_wrong = (content[page_ids] != tags[:, :, None]) & is_committed[:, :, None]
             if is_wrong.any():
                 page, column, _ = (int(index[0]) for index in np.nonzero(is_wrong))
@@ -159,124 +181,113 @@ class Walk:
                 )
 
     def compare_handles(self) -> None:
-        """Demand that what a store says of each handle is what the model says."""
+        """Require that the store answers for each handle as the model does."""
         store = self.store
         for sequence, handle in self.sequences.values():
             if sequence.is_active:
-                _same("budget", sequence.budget, store.budget_tokens(handle))
+                require_same("budget", sequence.budget, store.budget_tokens(handle))
                 for pool, space in sequence.spaces.items():
                     covered = min(space.entitlement * pk.PAGE_TOKENS, self.model.max_context) - space.frontier
-                    _same("covered columns", [covered], store.covered_columns(store.batch([handle]), pool).tolist())
-                    _same("committed", space.frontier, store.committed_tokens(handle, pool))
-                    _same("page ids", [page.page_id for page in space.pages], store.page_ids(handle, pool))
-        for continuation, kept in self.continuations.values():
-            if continuation.is_current:
-                _same("state", continuation.state, store.state_of(kept))
-                for pool, space in continuation.spaces.items():
-                    _same("committed", space.frontier, store.committed_tokens(kept, pool))
-                    _same("protected", space.protected, store.protected_tokens(kept, pool))
-                    _same("page ids", [page.page_id for page in space.pages], store.page_ids(kept, pool))
-        current = [kept for continuation, kept in self.continuations.values() if continuation.is_current]
-        _same("continuations", sorted(current, key=repr), sorted(store.continuations(), key=repr))
+                    columns = store.covered_columns(store.batch([handle]), pool).tolist()
+                    require_same("covered columns", [covered], columns)
+                    require_same("committed", space.frontier, store.committed_tokens(handle, pool))
+                    require_same("page ids", [page.page_id for page in space.pages], store.page_ids(handle, pool))
+        current = [pair for pair in self.continuations.values() if pair[0].is_current]
+        for continuation, source in current:
+            require_same("state", continuation.state, store.state_of(source))
+            for pool, space in continuation.spaces.items():
+                require_same("committed", space.frontier, store.committed_tokens(source, pool))
+                require_same("protected", space.protected, store.protected_tokens(source, pool))
+                require_same("page ids", [page.page_id for page in space.pages], store.page_ids(source, pool))
+        handles = sorted((source for _, source in current), key=repr)
+        require_same("continuations", handles, sorted(store.continuations(), key=repr))
 
     def end_everything(self) -> None:
-        """Finish all there is; every page of every pool is available again.  A walk that is over has ended already."""
+        """End every unit, sequence and continuation; then every page is available again.  A walk that is over ends."""
         if self.is_over:
             return
         self.compare_ledgers()
         self.compare_bytes()
-        for unit, submitted in self.units.values():
+        for unit, submission in self.units.values():
             if unit.is_open:
-                self.store.fail(submitted)
-                self.model.end(unit)
-                self._shown = None
-                self.compare_ledgers()
+                self._end(self.store.fail, submission, self.model.end, unit)
         for sequence, handle in self.sequences.values():
             if sequence.is_active:
-                self.store.finish(handle)
-                self.model.finish(sequence)
-                self._shown = None
-                self.compare_ledgers()
-        for continuation, kept in self.continuations.values():
+                self._end(self.store.finish, handle, self.model.finish, sequence)
+        for continuation, source in self.continuations.values():
             if continuation.is_current:
-                self.store.release(kept)
-                self.model.release(continuation)
-                self._shown = None
-                self.compare_ledgers()
+                self._end(self.store.release, source, self.model.release, continuation)
         self.store.check()
         for name, pool in self.store.inspect().pools.items():
-            _same(f"pool {name}: pages at the end", pool.capacity, pool.available)
-            _same(f"pool {name}: live descriptors at the end", 0, int(np.count_nonzero(pool.serial)))
+            require_same(f"pool {name}: pages at the end", pool.capacity, pool.available)
+            require_same(f"pool {name}: live descriptors at the end", 0, int(np.count_nonzero(pool.serial)))
         self.store.close()
+
+    def _end(self, call: Callable[[T], object], handle: T, follow: Callable[[M], object], model: M) -> None:
+        call(handle)
+        follow(model)
+        self._inspection = None
+        self.compare_ledgers()
 
     # ---- events: activations and continuations ----------------------------------------------------
 
     def _activate(
-        self, number: int, prompt: int, output: int, source: int | None = None, frontier: Any = None,
-        keeps: bool = True, fail_at: int = 0,
+        self, prompt: int, output: int, source: ContinuationPair | None = None, frontier: Any = None,
+        keeps: bool = True,
     ) -> None:  # fmt: skip
-        model, kept = (None, None) if source is None else self.continuations[source]
+        model, handle = source or (None, None)
         target = Target(prompt, output, model, frontier, keeps)
-        wanted = {"prompt_tokens": prompt, "output_tokens": output, "source": kept, "frontier": frontier,
-                  "keep_source": keeps}  # fmt: skip
-        before = self._look()
-        explained = self.call(self.model.target_errors(target), lambda: self._explain(wanted), before=before)
+        arguments = {"prompt_tokens": prompt, "output_tokens": output, "source": handle, "frontier": frontier,
+                     "keep_source": keeps}  # fmt: skip
+        before, errors = self._inspect(), self.model.target_errors(target)
+        explained = self.call(errors, lambda: self._explain(arguments), before=before)
         if explained is REFUSED:
-            self.call(self.model.target_errors(target), lambda: self.store.try_activate(**wanted), before=before)
+            self.call(errors, lambda: self.store.try_activate(**arguments), before=before)
             return
         self._require_unchanged(before)
-        right, is_sure = self.model.refusals(target)
-        answer = self._granted(lambda: self.store.try_activate(**wanted), fail_at, before)
-        if answer is REFUSED:
-            return
+        refusals, is_sure = self.model.refusals(target)
+        answer = self._try(lambda: self.store.try_activate(**arguments), before)
         if isinstance(answer, pk.Refusal):
-            _same("explained and answered", explained, answer)
-            if not any(refusal.is_told_by(answer) for refusal in right):
-                raise AssertionError(f"{answer}, model {right or 'grants it'}")
-            self.counts[f"refused for {answer.reason}"] += 1
+            require_same("explained and answered", explained, answer)
+        if not self._is_granted(answer, refusals):
             return
         assert isinstance(answer, pk.Sequence), answer
-        assert not is_sure, f"granted, model {right}"
+        assert not is_sure, f"granted, model {refusals}"
         assert isinstance(explained, pk.ActivationPlan), f"explained {explained}, granted"
-        _same("entitlement", self.model.entitlements(target), dict(explained.entitlement_pages))
-        _same("row", explained.row, answer.row)
+        require_same("entitlement", self.model.entitlements(target), dict(explained.entitlement_pages))
+        require_same("row", explained.row, answer.row)
+        number = self._event.number
         self.sequences[number] = self.model.activate(number, target, answer.row), answer
         self.counts["fresh" if source is None else "forks" if keeps else "moves"] += 1
 
-    def _explain(self, wanted: Mapping[str, Any]) -> pk.ActivationPlan | pk.Refusal:
-        target = pk.ActivationTarget(**wanted)
+    def _explain(self, arguments: Mapping[str, Any]) -> pk.ActivationPlan | pk.Refusal:
+        target = pk.ActivationTarget(**arguments)
         answer = self.store.explain(target)
-        _same("can_honour", isinstance(answer, pk.ActivationPlan), self.store.can_honour(target))
+        require_same("can_honour", isinstance(answer, pk.ActivationPlan), self.store.can_honour(target))
         return answer
 
-    def _snapshot(self, number: int, sequence: int, state: str | None, fail_at: int = 0) -> None:
-        model, handle = self.sequences[sequence]
-        errors, right = self.model.retain_errors(model), self.model.snapshot_refusals(model)
-        if errors - {"MisuseError"} or not right:  # where it may be refused for two reasons, any is right
-            may: set[str] = set()
-        else:
-            errors, may = set(), errors
-        before = self._look()
+    def _snapshot(self, sequence: SequencePair, state: str | None) -> None:
+        model, handle = sequence
+        errors, refusals = self.model.retain_errors(model), self.model.snapshot_refusals(model)
+        may: set[str] = set()
+        if refusals and not errors - {"MisuseError"}:  # there are two reasons to refuse, and either is right
+            errors, may = may, errors
+        before = self._inspect()
         answer = self.call(
-            errors, lambda: self._granted(lambda: self.store.try_snapshot(handle, state=state), fail_at, before),
+            errors, lambda: self._try(lambda: self.store.try_snapshot(handle, state=state), before),
             may=may, before=before,
         )  # fmt: skip
-        if answer is REFUSED:
-            return
-        if isinstance(answer, pk.Refusal):
-            if not any(refusal.is_told_by(answer) for refusal in right):
-                raise AssertionError(f"{answer}, model {right or 'grants it'}")
-            self.counts[f"refused for {answer.reason}"] += 1
+        if not self._is_granted(answer, refusals):
             return
         assert isinstance(answer, pk.Continuation), answer
-        assert not right, f"granted, model {right}"
+        assert not refusals, f"granted, model {refusals}"
+        number = self._event.number
         self.continuations[number] = self.model.snapshot(number, answer.number, model, state), answer
 
-    def _finish(
-        self, number: int, sequence: int, retain: bool = False, state: str | None = None, fail_at: int = 0
-    ) -> None:
-        model, handle = self.sequences[sequence]
-        errors = self.model.retain_errors(model) if retain else self.model.finish_errors(model)
+    def _finish(self, sequence: SequencePair, retain: bool = False, state: str | None = None) -> None:
+        model, handle = sequence
+        number = self._event.number
+        errors = self.model.retain_errors(model) if retain else self.model.boundary_errors([model])
 
         def follow(answer: pk.Continuation | None) -> ContinuationModel | None:
             if retain:
@@ -284,66 +295,67 @@ class Walk:
             self.model.finish(model)
             return None
 
-        done = self.settle(errors, lambda: self.store.finish(handle, retain=retain, state=state), follow, fail_at,
-                           "withdrawals")  # fmt: skip
-        if done is None:
+        answers = self.change(errors, lambda: self.store.finish(handle, retain=retain, state=state), follow)
+        if answers is None:
             return
-        kept, continuation = done
-        _same("whether finish returns a continuation", retain, isinstance(kept, pk.Continuation))
-        if kept is not None and continuation is not None:
-            self.continuations[number] = continuation, kept
+        answer, continuation = answers
+        require_same("whether finish returns a continuation", retain, isinstance(answer, pk.Continuation))
+        if answer is not None and continuation is not None:
+            self.continuations[number] = continuation, answer
             self.counts["retained"] += 1
 
-    def _release(self, _number: int, continuation: int) -> None:
-        model, kept = self.continuations[continuation]
-        if self.call(self.model.handle_errors(model), lambda: self.store.release(kept)) is not REFUSED:
+    def _release(self, continuation: ContinuationPair) -> None:
+        model, handle = continuation
+        if self.call(self.model.handle_errors(model), lambda: self.store.release(handle)) is not REFUSED:
             self.model.release(model)
 
-    def _protect(self, _number: int, continuation: int, pool: str, tokens: int) -> None:
-        model, kept = self.continuations[continuation]
+    def _protect(self, continuation: ContinuationPair, pool: str, tokens: int) -> None:
+        model, handle = continuation
         errors = self.model.protect_errors(model, pool, tokens)
-        if self.call(errors, lambda: self.store.protect(kept, tokens, pool)) is not REFUSED:
+        if self.call(errors, lambda: self.store.protect(handle, tokens, pool)) is not REFUSED:
             self.model.protect(model, pool, tokens)
 
-    def _attach(self, _number: int, continuation: int, state: str | None) -> None:
-        model, kept = self.continuations[continuation]
-        if self.call(self.model.handle_errors(model), lambda: self.store.attach_state(kept, state)) is not REFUSED:
+    def _attach(self, continuation: ContinuationPair, state: str | None) -> None:
+        model, handle = continuation
+        if self.call(self.model.handle_errors(model), lambda: self.store.attach_state(handle, state)) is not REFUSED:
             model.state = state
 
     # ---- events: units ----------------------------------------------------------------------------
 
-    def _batch(self, number: int, sequences: list[int]) -> None:
-        chosen = [self.sequences[name] for name in sequences]
-        models, handles = [model for model, _ in chosen], [handle for _, handle in chosen]
+    def _batch(self, sequences: list[SequencePair]) -> BatchPair | None:
+        """Make a batch; None where the sequences cannot be one."""
+        models, handles = [model for model, _ in sequences], [handle for _, handle in sequences]
         batch = self.call(self.model.batch_errors(models), lambda: self.store.batch(handles))
-        if isinstance(batch, pk.Batch):
-            self.batches[number] = models, batch
+        if isinstance(batch, Refused):
+            return None
+        self.batches[self._event.number] = pair = models, batch
+        return pair
 
     def _begin(
-        self, number: int, columns: dict[str, Wanted], form: int, sequences: list[int] | None = None,
-        batch: int | None = None, fail_at: int = 0,
+        self, columns: dict[str, Counts], form: int, sequences: list[SequencePair] | None = None,
+        batch: BatchPair | None = None,
     ) -> None:  # fmt: skip
-        chosen = self._chosen(number, sequences, batch)
-        if chosen is None:
+        pair = batch or self._batch(sequences or [])
+        if pair is None:
             return
-        models, made = chosen
+        models, selected = pair
         errors = self.model.begin_errors(models, columns)
-        published = self.store.published_slices
-        given = as_given(columns, form)
-        done = self.settle(errors, lambda: self.store.begin_unit(made, given, name="fuzz"),
-                           lambda _: self.model.begin(number, models, columns), fail_at, "publications")  # fmt: skip
-        if done is None:
+        published, number, counts = self.store.published_slices, self._event.number, in_form(columns, form)
+        answers = self.change(errors, lambda: self.store.begin_unit(selected, counts, name="fuzz"),
+                              lambda _: self.model.begin(number, models, columns))  # fmt: skip
+        if answers is None:
             return
-        unit, (model, slices) = done
-        _same("published slices", slices, self.store.published_slices - published)
-        _same("columns", model.columns, {pool: part.tolist() for pool, part in unit.columns.items()})
-        _same("first positions", model.firsts, {pool: part.tolist() for pool, part in unit.first_positions.items()})
+        unit, (model, slices) = answers
+        require_same("published slices", slices, self.store.published_slices - published)
+        require_same("columns", model.columns, {pool: part.tolist() for pool, part in unit.columns.items()})
+        firsts = {pool: part.tolist() for pool, part in unit.first_positions.items()}
+        require_same("first positions", model.firsts, firsts)
         self.units[number] = model, unit
         self.counts["crossings"] += bool(slices)
         self._write(model)
 
     def _write(self, unit: UnitModel) -> None:
-        """Write the tags of a unit where its rows of the device tables say, as a kernel would."""
+        """Write the tags of a unit to the pages in its rows of the device tables, as a kernel would."""
         self._read_device()
         for pool, entries in self.model.write(unit).items():
             (table, _), plane = self.hosts[pool], self.planes[pool]
@@ -359,96 +371,96 @@ class Walk:
                     self.device.copy(plane[page, offset : offset + count], rows, self.store.stream)
                     position += count
 
-    def _commit(
-        self, _number: int, unit: int, accepted: dict[str, Wanted] | None, form: int, fail_at: int = 0
-    ) -> None:
-        model, handle = self.units[unit]
-        told: dict[str, Wanted] = dict(model.columns) if accepted is None else accepted
-        errors = self.model.commit_errors(model, told)
-        given = None if accepted is None else as_given(accepted, form)
+    def _commit(self, unit: UnitPair, accepted: dict[str, Counts] | None, form: int) -> None:
+        model, handle = unit
+        counts: dict[str, Counts] = dict(model.columns) if accepted is None else accepted
+        argument = None if accepted is None else in_form(accepted, form)
+        errors = self.model.commit_errors(model, counts)
         self.call(errors if not model.is_open else set(), lambda: self.store.wait(handle))
-        self.settle(errors, lambda: self.store.commit(handle, given), lambda _: self.model.commit(model, told), fail_at,
-                    "withdrawals")  # fmt: skip
+        self.change(errors, lambda: self.store.commit(handle, argument), lambda _: self.model.commit(model, counts))
 
-    def _fail(self, _number: int, unit: int, fail_at: int = 0) -> None:
-        model, handle = self.units[unit]
-        self.settle(self.model.end_errors(model), lambda: self.store.fail(handle), lambda _: self.model.end(model),
-                    fail_at, "withdrawals")  # fmt: skip
+    def _fail(self, unit: UnitPair) -> None:
+        model, handle = unit
+        self.change(self.model.end_errors(model), lambda: self.store.fail(handle), lambda _: self.model.end(model))
 
     # ---- events: between units --------------------------------------------------------------------
 
-    def _round(self, number: int, sequences: list[int] | None = None, batch: int | None = None) -> None:
-        chosen = self._chosen(number, sequences, batch)
-        if chosen is None:
+    def _round(self, sequences: list[SequencePair] | None = None, batch: BatchPair | None = None) -> None:
+        pair = batch or self._batch(sequences or [])
+        if pair is None:
             return
-        models, made = chosen
-        answer = self.call(self.model.round_errors(models), lambda: self.store.begin_round(made))
+        models, selected = pair
+        answer = self.call(self.model.boundary_errors(models), lambda: self.store.begin_round(selected))
         if isinstance(answer, Refused):
             return
         thin = sum(self.model.is_thin(model) for model in models)
         short = self.model.begin_round(models)
         rows = {handle: model.row for model, handle in self.sequences.values()}
-        _same("rows that were not extended", [model.row for model in short], [rows[handle] for handle in answer])
+        require_same("rows that were not extended", [model.row for model in short], [rows[handle] for handle in answer])
         self.counts["extended rows"] += thin - len(short)
         self.counts["rows not extended"] += len(short)
 
     def _trim(
-        self, number: int, pool: str, provisional: Wanted, sequences: list[int] | None = None,
-        batch: int | None = None, fail_at: int = 0,
+        self, pool: str, provisional: Counts, sequences: list[SequencePair] | None = None,
+        batch: BatchPair | None = None,
     ) -> None:  # fmt: skip
-        chosen = self._chosen(number, sequences, batch)
-        if chosen is None:
+        pair = batch or self._batch(sequences or [])
+        if pair is None:
             return
-        models, made = chosen
-        errors = self.model.trim_errors(models, pool, provisional)
-        done = self.settle(errors, lambda: self.store.trim(made, pool, provisional),
-                           lambda _: self.model.trim(models, pool, provisional), fail_at, "withdrawals")  # fmt: skip
-        if done is not None:
-            _same("trimmed pages", done[1], done[0])
-            self.counts["trimmed pages"] += done[1]
+        models, selected = pair
+        answers = self.change(
+            self.model.trim_errors(models, pool, provisional), lambda: self.store.trim(selected, pool, provisional),
+            lambda _: self.model.trim(models, pool, provisional),
+        )  # fmt: skip
+        if answers is not None:
+            require_same("trimmed pages", answers[1], answers[0])
+            self.counts["trimmed pages"] += answers[1]
 
     def _truncate(
-        self, _number: int, pool: str, tokens: int, sequence: int | None = None, continuation: int | None = None,
-        fail_at: int = 0,
+        self, pool: str, tokens: int, sequence: SequencePair | None = None,
+        continuation: ContinuationPair | None = None,
     ) -> None:  # fmt: skip
-        model: SequenceModel | ContinuationModel
-        handle: pk.Sequence | pk.Continuation
-        model, handle = self.continuations[continuation] if sequence is None else self.sequences[sequence]  # type: ignore[index]
-        errors = self.model.truncate_errors(model, pool, tokens)
-        done = self.settle(errors, lambda: self.store.truncate(handle, tokens, pool),
-                           lambda _: self.model.truncate(model, pool, tokens), fail_at, "withdrawals")  # fmt: skip
-        self.counts["cut continuations"] += done is not None and sequence is None
+        pair: SequencePair | ContinuationPair | None = sequence or continuation
+        assert pair is not None, "a truncate has a subject"
+        model, handle = pair
+        answers = self.change(
+            self.model.truncate_errors(model, pool, tokens), lambda: self.store.truncate(handle, tokens, pool),
+            lambda _: self.model.truncate(model, pool, tokens),
+        )  # fmt: skip
+        self.counts["cut continuations"] += answers is not None and sequence is None
 
-    def _ensure(self, _number: int, sequence: int, pool: str, tokens: int, fail_at: int = 0) -> None:
-        model, handle = self.sequences[sequence]
-        errors = self.model.ensure_errors(model, pool, tokens)
+    def _ensure(self, sequence: SequencePair, pool: str, tokens: int) -> None:
+        model, handle = sequence
         published = self.store.published_slices
-        done = self.settle(errors, lambda: self.store.ensure_mapped_to_tokens(handle, tokens, pool),
-                           lambda _: self.model.ensure(model, pool, tokens), fail_at, "publications")  # fmt: skip
-        if done is not None:
-            _same("published slices", done[1], self.store.published_slices - published)
+        answers = self.change(
+            self.model.ensure_errors(model, pool, tokens),
+            lambda: self.store.ensure_mapped_to_tokens(handle, tokens, pool),
+            lambda _: self.model.ensure(model, pool, tokens),
+        )  # fmt: skip
+        if answers is not None:
+            require_same("published slices", answers[1], self.store.published_slices - published)
 
-    def _abort(self, _number: int, sequence: int, fail_at: int = 0) -> None:
-        model, handle = self.sequences[sequence]
-        done = self.settle(self.model.abort_errors(model), lambda: self.store.abort(handle),
-                           lambda _: self.model.abort(model), fail_at, "withdrawals")  # fmt: skip
-        if done is not None:
-            _same("whether it ended", done[1], done[0])
-            self.counts["aborts in flight"] += not done[0]
+    def _abort(self, sequence: SequencePair) -> None:
+        model, handle = sequence
+        answers = self.change(self.model.stale_errors([model]), lambda: self.store.abort(handle),
+                              lambda _: self.model.abort(model))  # fmt: skip
+        if answers is not None:
+            require_same("whether the sequence ended", answers[1], answers[0])
+            self.counts["aborts in flight"] += not answers[0]
 
-    def _misuse(self, _number: int, which: int, row: int) -> None:
-        foreign, kept = pk.Sequence(0, row, 1), pk.Continuation(0, 1)
+    def _misuse(self, which: int, row: int) -> None:
+        sequence, continuation = pk.Sequence(0, row, 1), pk.Continuation(0, 1)  # handles of another store
         store = self.store
         calls: list[tuple[str, Callable[[], object]]] = [
-            ("StaleHandle", lambda: store.finish(foreign)),
-            ("StaleHandle", lambda: store.abort(foreign)),
-            ("StaleHandle", lambda: store.batch([foreign])),
-            ("StaleHandle", lambda: store.truncate(foreign, 0)),
-            ("StaleHandle", lambda: store.ensure_mapped_to_tokens(foreign, 0)),
-            ("StaleHandle", lambda: store.try_snapshot(foreign)),
-            ("StaleHandle", lambda: store.release(kept)),
-            ("StaleHandle", lambda: store.protect(kept, 0)),
-            ("StaleHandle", lambda: store.try_activate(prompt_tokens=1, output_tokens=0, source=kept)),
+            ("StaleHandle", lambda: store.finish(sequence)),
+            ("StaleHandle", lambda: store.abort(sequence)),
+            ("StaleHandle", lambda: store.batch([sequence])),
+            ("StaleHandle", lambda: store.truncate(sequence, 0)),
+            ("StaleHandle", lambda: store.ensure_mapped_to_tokens(sequence, 0)),
+            ("StaleHandle", lambda: store.try_snapshot(sequence)),
+            ("StaleHandle", lambda: store.release(continuation)),
+            ("StaleHandle", lambda: store.protect(continuation, 0)),
+            ("StaleHandle", lambda: store.try_activate(prompt_tokens=1, output_tokens=0, source=continuation)),
             ("MisuseError", lambda: store.batch([])),
             ("MisuseError", lambda: store.try_activate(prompt_tokens=0, output_tokens=1)),
             ("MisuseError", lambda: store.try_activate(prompt_tokens=1, output_tokens=-1)),
@@ -462,26 +474,26 @@ class Walk:
         self, errors: set[str], call: Callable[[], T], *, may: set[str] | None = None,
         before: pk.StoreInspection | None = None,
     ) -> T | Refused:  # fmt: skip
-        """Call the store: it succeeds when the model names no error, else raises one of them and changes nothing.
+        """Call the store: it succeeds when the model names no error, else it raises one of them and changes nothing.
 
         Args:
             errors: names of errors, one of which must be raised.
-            call: what to call.
+            call: the call.
             may: names of errors that may be raised where none must be.
-            before: how things are, for a caller that has looked already.
+            before: the inspection before the call, from a caller that has it already.
 
         Returns:
-            What the call returned, or REFUSED.
+            The answer of the call, or REFUSED.
         """
         if before is None and (errors or may):
-            before = self._look()
-        self._shown = None
+            before = self._inspect()
+        self._inspection = None
         try:
             answer = call()
         except pk.PagedKVError as error:
             name = type(error).__name__
             if before is None or not (errors or may):
-                raise AssertionError(f"the model accepts what was refused: {name}: {error}") from error
+                raise AssertionError(f"the store refused, and the model accepts: {name}: {error}") from error
             if name not in errors | (may or set()):
                 raise AssertionError(f"got {name} ({error}), model {sorted(errors)}") from error
             self._require_unchanged(before)
@@ -491,78 +503,73 @@ class Walk:
             raise AssertionError(f"nothing was raised, model {sorted(errors)}")
         return answer
 
-    def settle(
-        self, errors: set[str], call: Callable[[], T], follow: Callable[[T | None], M], fail_at: int, breaks: str
-    ) -> tuple[T, M] | None:
-        """Make a call, as `call` does, behind which the store changes device tables, and let the model follow.
+    def change(self, errors: set[str], call: Callable[[], T], follow: Callable[[T | None], M]) -> tuple[T, M] | None:
+        """Make a call, as `call` does, after which the store changes device tables, and let the model follow.
+
+        Where a launch or copy of the call fails (`fail_at` of the event), the ledgers have changed and the tables have
+        not: the store must be latched, and the walk ends (C12.4).
 
         Args:
             errors, call: as of `call`.
-            follow: moves the model on and returns what it says; gets the store's answer, None where the call broke off.
-            fail_at: the launch or copy of the call that fails; 0 for none.  The ledgers have moved on by then, so the
-                store must be latched, and the walk ends (C12.4).
-            breaks: what breaks off then: "publications" or "withdrawals".
+            follow: changes the model and returns its answer; takes the store's answer, None where the call broke off.
 
         Returns:
-            What the store and the model answered, or None: it was refused, or broke off.
+            The answers of store and model, or None: the call was refused, or broke off.
         """
-        faults = self.device.faults
         try:
-            with self.device.failing_at(fail_at) if fail_at else nullcontext():
-                answer = self.call(errors, call)
+            answer = self._with_fault(lambda: self.call(errors, call))
         except InjectedFault as fault:
             if errors:
                 raise AssertionError(f"{fault}, model {sorted(errors)} before anything is published") from fault
             follow(None)
             self.is_over = True
-            self.counts[f"broken {breaks}"] += 1
+            self.counts["broken publications" if self._event.kind in PUBLISHES else "broken withdrawals"] += 1
             require_latched(self.store, self.model)
             return None
-        if self.device.faults != faults:
-            raise AssertionError("a launch or copy failed, and the call succeeded")
         return None if isinstance(answer, Refused) else (answer, follow(answer))
 
-    def _granted(self, call: Callable[[], T], fail_at: int, before: pk.StoreInspection) -> T | Refused:
-        """Make a call that may answer with a refusal, or in which a launch or copy fails: then nothing changed."""
-        faults = self.device.faults
-        self._shown = None
+    def _try(self, call: Callable[[], T], before: pk.StoreInspection) -> T | Refused:
+        """Make a call that may answer with a refusal, or in which a launch or copy fails: then nothing changes."""
+        self._inspection = None
         try:
-            with self.device.failing_at(fail_at) if fail_at else nullcontext():
-                answer = call()
+            answer = self._with_fault(call)
         except InjectedFault:
             self.counts["faults"] += 1
             self._require_unchanged(before)
             self.store.check()
             return REFUSED
-        if self.device.faults != faults:
-            raise AssertionError("a launch or copy failed, and the call succeeded")
         if isinstance(answer, pk.Refusal):
             self._require_unchanged(before)
         return answer
 
-    def _look(self) -> pk.StoreInspection:
-        """Return what the store shows, inspected anew if it was called since.
+    def _with_fault(self, call: Callable[[], T]) -> T:
+        """Make a call in which the launch or copy `fail_at` of the event fails; then the call must not succeed."""
+        faults, fail_at = self.device.faults, self._event.arguments.get("fail_at", 0)
+        with self.device.failing_at(fail_at) if fail_at else nullcontext():
+            answer = call()
+        if self.device.faults != faults:
+            raise AssertionError("a launch or copy failed, and the call succeeded")
+        return answer
 
-        What one event leaves is what the next one finds.
-        """
-        if self._shown is None:
-            self._shown = self.store.inspect()
-        return self._shown
+    def _is_granted(self, answer: object, refusals: list[RightRefusal]) -> bool:
+        """Return whether a call was granted; a refusal must be one of the model's."""
+        if isinstance(answer, pk.Refusal):
+            if not any(refusal.matches(answer) for refusal in refusals):
+                raise AssertionError(f"{answer}, model {refusals or 'grants it'}")
+            self.counts[f"refused for {answer.reason}"] += 1
+        return not isinstance(answer, pk.Refusal | Refused)
+
+    def _inspect(self) -> pk.StoreInspection:
+        """Return the inspection of the store; the one after an event serves as the one before the next."""
+        if self._inspection is None:
+            self._inspection = self.store.inspect()
+        return self._inspection
 
     def _require_unchanged(self, before: pk.StoreInspection) -> None:
-        changed = self.store.inspect().differences(before)
-        if changed:
-            raise AssertionError(f"state changed in {len(changed)} places: " + "; ".join(changed[:5]))
-        self._shown = before
-
-    def _chosen(
-        self, number: int, sequences: list[int] | None, batch: int | None
-    ) -> tuple[list[SequenceModel], pk.Batch] | None:
-        """Return a batch that was made, or make one; None where sequences are no longer such as a batch takes."""
-        if batch is not None:
-            return self.batches[batch]
-        self._batch(number, sequences or [])
-        return self.batches.get(number)
+        differences = self.store.inspect().differences(before)
+        if differences:
+            raise AssertionError(f"state changed in {len(differences)} places: " + "; ".join(differences[:5]))
+        self._inspection = before
 
     def _read_device(self) -> None:
         """Fill the host copies of device tables and planes."""
@@ -570,15 +577,10 @@ class Walk:
         self.store.stream.synchronize()
 
 
-def as_given(columns: dict[str, Wanted], form: int) -> dict[str, Any]:
-    """Return columns in one of the forms that callers use: numbers and lists, or arrays of some integer type."""
+def in_form(columns: dict[str, Counts], form: int) -> dict[str, Any]:
+    """Return columns in one of the forms of callers: numbers and lists, or arrays of some integer type."""
     if form == 0:
         return dict(columns)
-    kinds = {pool: np.int32 if form == 2 and np.max(wanted, initial=0) < 1 << 31 else np.int64
-             for pool, wanted in columns.items()}  # fmt: skip
-    return {pool: np.array(wanted, kinds[pool]) for pool, wanted in columns.items()}
-
-
-def _same(what: str, expected: object, got: object) -> None:
-    if expected != got:
-        raise AssertionError(f"{what}: {got}, model {expected}")
+    kinds = {pool: np.int32 if form == 2 and np.max(counts, initial=0) < 1 << 31 else np.int64
+             for pool, counts in columns.items()}  # fmt: skip
+    return {pool: np.array(counts, kinds[pool]) for pool, counts in columns.items()}
