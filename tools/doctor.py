@@ -91,18 +91,10 @@ def diagnose() -> Diagnosis:
     """Make every check; opening the cpu device may compile its runtime the first time."""
     cpu, cuda = check_device("cpu"), check_device("cuda")
     checks = (
-        check_python(),
-        check_package("numpy", ("numpy",), "python -m pip install numpy"),
-        check_cpu_features(),
-        check_compiler(),
-        check_package("cupy", CUPY_PACKAGES, f"{CUDA_INSTALL} (or cuda12, as the driver allows)"),
-        check_driver(),
-        check_nvrtc(),
-        check_model(),
-        check_cache_folder(),
-        cpu,
-        cuda,
-    )
+        check_python(), check_package("numpy", ("numpy",), "python -m pip install numpy"), check_cpu_features(),
+        check_compiler(), check_package("cupy", CUPY_PACKAGES, f"{CUDA_INSTALL} (or cuda12, as the driver allows)"),
+        check_driver(), check_nvrtc(), check_model(), check_cache_folder(), cpu, cuda,
+    )  # fmt: skip
     return Diagnosis(checks, {"cpu": cpu.status == "ok", "cuda": cuda.status == "ok"})
 
 
@@ -197,8 +189,8 @@ def check_cache_folder() -> Check:
     if not os.access(existing, os.W_OK):
         remedy = "set XDG_CACHE_HOME to a writable folder"
         return Check("cache folder", "missing", f"{existing} is not writable", remedy)
-    bytes_used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Check("cache folder", "ok", f"{folder} ({bytes_used / 1e6:.1f} MB)")
+    used_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Check("cache folder", "ok", f"{folder} ({used_bytes / 1e6:.1f} MB)")
 
 
 def check_device(name: str, open_device: Callable[[str], pk.Device] | None = None) -> Check:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from pagedkv.tools.llama.model import LlamaModel
 from pagedkv.tools.llama.tokenizer import Tokenizer
 from pagedkv.tools.llama.weights import LlamaWeights
-from tests.model.fake_unit import FAKE_DEVICE, FakeCache, run_unit
-from tests.oracle.reference_llama import greedy, margins, mean_divergence, teacher_forced
+from tests.model.fake_unit import FAKE_DEVICE, PASSAGE, FakeCache, assert_same_choices, run_unit
+from tests.oracle.reference_llama import greedy, mean_divergence, teacher_forced
 
 pytestmark = pytest.mark.model
-
-PASSAGE = (
-    "The river rose in the night. By morning the lower street was under 2 feet of water, and the baker carried his "
-    'flour upstairs in sacks. "It has been worse," he said, "in 1953." Nobody believed him, but everybody helped.'
-)
-
 
 @pytest.fixture(scope="module")
 def model(weights: LlamaWeights) -> LlamaModel:
@@ -41,8 +34,7 @@ def test_the_runner_agrees_with_the_reference_on_a_passage(
     logits = model.logits(run_unit(model, [ids], cache=FakeCache(model.config, rows=2), route="prefill", rows=[1]))[0]
 
     assert mean_divergence(expected, logits) <= 1e-3
-    clear = margins(expected) > 0.2
-    np.testing.assert_array_equal(expected.argmax(axis=1)[clear], logits.argmax(axis=1)[clear])
+    assert_same_choices(expected, logits, margin_min=0.2)
 
 
 def test_three_prompts_decoded_together_equal_each_alone(model: LlamaModel, tokenizer: Tokenizer) -> None:

@@ -15,8 +15,7 @@ from pagedkv.graphs import DecodeLoop
 from pagedkv.tools.llama.model import LlamaModel
 from pagedkv.tools.llama.tokenizer import Tokenizer
 from pagedkv.tools.llama.weights import LlamaWeights
-from tests.checkout import ROOT
-from tests.model.test_exact import Said, cache_digest
+from tests.model.generation import Said, cache_digest, contract_ids
 from tests.placement import shuffle_placement
 
 pytestmark = pytest.mark.model
@@ -27,7 +26,7 @@ PROFILES = ("bf16", "k8v4")
 
 @pytest.fixture(scope="module")
 def text(tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode((ROOT / "pagedkv" / "contract.md").read_text(encoding="utf-8"))
+    return contract_ids(tokenizer)
 
 
 @contextmanager

@@ -100,9 +100,10 @@ def test_text_cannot_end_a_turn(tokenizer: Tokenizer) -> None:
     assert not tokenizer.control_ids & set(tokenizer.encode("<|im_start|><|im_end|><|endoftext|>"))
 
 
-def test_a_turn_stops_at_its_end_and_at_the_texts_end(tokenizer: Tokenizer) -> None:
-    assert {0, 2} == tokenizer.stop_ids
-    assert tokenizer.eos_id == 2
+def test_a_turn_stops_at_its_end_and_at_the_texts_end(
+    tokenizer: Tokenizer, smollm: tuple[LlamaWeights, Vocabulary]
+) -> None:
+    assert {0, smollm[1].eos_id} == {0, 2} == tokenizer.stop_ids
 
 
 def test_another_splitting_rule_is_refused() -> None:

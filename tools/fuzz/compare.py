@@ -122,12 +122,12 @@ def _compare_pool(
     spaces = [by_row[row].spaces[pool] if row in by_row else NO_SPACE for row in range(model.max_concurrency)]
     bound = _compare_rows(pool, view, spaces)
     for continuation in retained:
-        space, shown = continuation.spaces[pool], inspection.continuations[continuation.number].pools[pool]
+        space, retained_space = continuation.spaces[pool], inspection.continuations[continuation.number].pools[pool]
         where = f"pool {pool} continuation {continuation.number}"
-        frontiers = (shown.frontier, shown.protected)
+        frontiers = (retained_space.frontier, retained_space.protected)
         require_same(f"{where}: (frontier, protected)", (space.frontier, space.protected), frontiers)
-        require_same(f"{where}: pages", len(space.pages), shown.members.size)
-        _learn_members(where, space, shown.members.tolist())
+        require_same(f"{where}: pages", len(space.pages), retained_space.members.size)
+        _learn_members(where, space, retained_space.members.tolist())
     holdings = _holdings(pool, by_row.values(), retained)
     _compare_pages(model, pool, view, holdings)
     allocated, reserved = len(holdings), sum(space.entitlement - len(space.pages) for space in spaces)

@@ -332,7 +332,7 @@ class EventDrawer:
         """A commit of a unit in flight, mostly in part; sometimes of one that has ended, or of too much."""
         unit = self._unit()
         accepted = self._accepted(unit)
-        is_all = unit.is_open and accepted == unit.columns and self.rng.random() < 0.5
+        is_all = unit.is_live and accepted == unit.columns and self.rng.random() < 0.5
         return self._with_fault(unit=unit.name, accepted=None if is_all else accepted, form=self.rng.randrange(3))
 
     def fail(self) -> Arguments:
@@ -441,7 +441,7 @@ class EventDrawer:
 
     def _sequence(self, *, may_fly: bool = False) -> SequenceModel:
         """Return an active sequence at a boundary, or also one in flight; a bold event takes any."""
-        ended = [sequence for sequence in self.model.sequences[-8:] if not sequence.is_active]
+        ended = [sequence for sequence in self.model.sequences[-8:] if not sequence.is_live]
         if ended and self._is_bold():
             return self.rng.choice(ended)
         active = self.model.active
@@ -462,7 +462,7 @@ class EventDrawer:
 
     def _continuation(self) -> ContinuationModel:
         """Return a continuation, mostly a current one."""
-        ended = [one for one in self.model.continuations[-8:] if not one.is_current]
+        ended = [one for one in self.model.continuations[-8:] if not one.is_live]
         if ended and self._is_bold():
             return self.rng.choice(ended)
         return self._choice(self.model.retained)
@@ -482,7 +482,7 @@ class EventDrawer:
         """Return a fresh legal batch, or an older one that may be stale."""
         if self.batches and self.rng.random() < 0.4:
             name, sequences = self.rng.choice(self.batches)
-            is_usable = all(sequence.is_active and sequence.unit is None for sequence in sequences)
+            is_usable = all(sequence.is_live and sequence.unit is None for sequence in sequences)
             if is_usable or self._is_bold():
                 return {"batch": name}, sequences
         sequences = self._some_sequences()

@@ -103,7 +103,7 @@ class SequenceModel:
     row: int
     budget: int
     spaces: dict[str, Space]
-    is_active: bool = True
+    is_live: bool = True
     is_aborting: bool = False
     unit: UnitModel | None = None
 
@@ -116,7 +116,7 @@ class ContinuationModel:
     number: int
     spaces: dict[str, Space]
     state: object
-    is_current: bool = True
+    is_live: bool = True
 
 
 @dataclass(eq=False)
@@ -127,7 +127,10 @@ class UnitModel:
     sequences: list[SequenceModel]
     columns: dict[str, list[int]]
     firsts: dict[str, list[int]]
-    is_open: bool = True
+    is_live: bool = True
+
+
+Holder = SequenceModel | ContinuationModel
 
 
 @dataclass(frozen=True)
@@ -143,10 +146,10 @@ class Target:
 
 @dataclass(frozen=True)
 class RightRefusal:
-    """A right answer of a refused call; `needed` has the right numbers, and empty means any."""
+    """A right refusal; `needed` is None where any number is right."""
 
     pool: str
-    needed: frozenset[int]
+    needed: int | None
     available: int
     reason: str
     forever: bool = False
@@ -155,7 +158,7 @@ class RightRefusal:
         """Return whether a store's refusal is this one."""
         fields = (refusal.pool, refusal.available, refusal.reason, refusal.forever)
         is_same = fields == (self.pool, self.available, self.reason, self.forever)
-        return is_same and (not self.needed or refusal.needed in self.needed)
+        return is_same and self.needed in (None, refusal.needed)
 
 
 class LedgerModel:
@@ -182,17 +185,17 @@ class LedgerModel:
     @property
     def active(self) -> list[SequenceModel]:
         """Sequences that have not ended."""
-        return [sequence for sequence in self.sequences if sequence.is_active]
+        return [sequence for sequence in self.sequences if sequence.is_live]
 
     @property
     def retained(self) -> list[ContinuationModel]:
         """Continuations that were neither released nor moved."""
-        return [continuation for continuation in self.continuations if continuation.is_current]
+        return [continuation for continuation in self.continuations if continuation.is_live]
 
     @property
     def open_units(self) -> list[UnitModel]:
         """Units in flight."""
-        return [unit for unit in self.units if unit.is_open]
+        return [unit for unit in self.units if unit.is_live]
 
     def spaces(self, pool: str) -> list[Space]:
         """Return every space of a pool, active spaces first."""
@@ -225,7 +228,7 @@ class LedgerModel:
             return {"MisuseError"}
         if source is None:
             return set() if target.frontier is None and target.keeps else {"MisuseError"}
-        if not source.is_current:
+        if not source.is_live:
             return {"StaleHandle"}
         frontiers = self.frontiers(target)
         if source.state is None or frontiers.keys() != self.pools.keys():
@@ -276,11 +279,11 @@ class LedgerModel:
         """
         total = self.total_tokens(target)
         if total > self.max_context:
-            needed = frozenset({pages_of(total)})
-            return [RightRefusal("main", needed, pages_of(self.max_context), "context", forever=True)], True
+            ceiling = pages_of(self.max_context)
+            return [RightRefusal("main", pages_of(total), ceiling, "context", forever=True)], True
         refusals, is_sure = [], False
         if len(self.active) == self.max_concurrency:
-            refusals.append(RightRefusal("rows", frozenset({1}), 0, "rows"))
+            refusals.append(RightRefusal("rows", 1, 0, "rows"))
             is_sure = True
         for pool, pages in self.entitlements(target).items():
             inherited, available, returned = self.inherited_pages(target, pool), self.available(pool), 0
@@ -290,8 +293,7 @@ class LedgerModel:
                 returned = sum(self.references(page, pool) == 1 for page in rest)
             claim = pages - inherited
             if claim > available or has_copy > available:
-                needed = frozenset() if returned else frozenset({claim})
-                refusals.append(RightRefusal(pool, needed, available, "pages"))
+                refusals.append(RightRefusal(pool, None if returned else claim, available, "pages"))
                 is_sure = is_sure or claim > available + returned
         return refusals, is_sure
 
@@ -317,7 +319,7 @@ class LedgerModel:
         sequence = SequenceModel(name, row, self.total_tokens(target), spaces)
         self.sequences.append(sequence)
         if target.source is not None and not target.keeps:
-            target.source.is_current = False
+            target.source.is_live = False
             self._retire(left)
         return sequence
 
@@ -329,9 +331,9 @@ class LedgerModel:
         for pool, space in sequence.spaces.items():
             provisional = len(space.pages) - pages_of(space.frontier)
             if provisional:
-                refusals.append(RightRefusal(pool, frozenset({provisional}), 0, "provisional"))
+                refusals.append(RightRefusal(pool, provisional, 0, "provisional"))
             elif space.frontier % pk.PAGE_TOKENS and not self.available(pool):
-                refusals.append(RightRefusal(pool, frozenset({1}), 0, "pages"))
+                refusals.append(RightRefusal(pool, 1, 0, "pages"))
         return refusals
 
     def retain_errors(self, sequence: SequenceModel) -> set[str]:
@@ -359,17 +361,17 @@ class LedgerModel:
         for pool, space in sequence.spaces.items():
             self._unmap(sequence, pool, pages_of(space.frontier))
             spaces[pool] = Space(0, space.pages, space.frontier, space.frontier)
-        sequence.is_active = False
+        sequence.is_live = False
         return self._add_continuation(name, number, spaces, state)
 
-    def release(self, continuation: ContinuationModel) -> None:
-        """Return every page of a continuation; pages that others hold stay."""
-        continuation.is_current = False
-        self._retire([(pool, page) for pool, space in continuation.spaces.items() for page in space.pages])
+    def release(self, holder: Holder) -> None:
+        """End a sequence or continuation and return its pages, reservation and row; pages that others hold stay."""
+        holder.is_live = False
+        self._retire([(pool, page) for pool, space in holder.spaces.items() for page in space.pages])
 
     def protect_errors(self, continuation: ContinuationModel, pool: str, tokens: int) -> set[str]:
         """Errors of setting a protected frontier.  (C7.8)"""
-        errors = self.handle_errors(continuation)
+        errors = self.stale_errors([continuation])
         if pool not in self.pools or not 0 <= tokens <= continuation.spaces[pool].frontier:
             errors.add("MisuseError")
         return errors
@@ -377,10 +379,6 @@ class LedgerModel:
     def protect(self, continuation: ContinuationModel, pool: str, tokens: int) -> None:
         """Set a protected frontier, up or down."""
         continuation.spaces[pool].protected = tokens
-
-    def handle_errors(self, continuation: ContinuationModel) -> set[str]:
-        """Errors of a stale continuation."""
-        return set() if continuation.is_current else {"StaleHandle"}
 
     # ---- units ------------------------------------------------------------------------------------
 
@@ -397,11 +395,10 @@ class LedgerModel:
         if not columns:
             errors.add("MisuseError")
         for pool, argument in columns.items():
-            counts = self._counts(argument, len(sequences))
-            if pool not in self.pools or counts is None:
+            if pool not in self.pools or not _are_counts(argument, len(sequences)):
                 errors.add("MisuseError")
                 continue
-            for sequence, count in zip(sequences, counts, strict=True):
+            for sequence, count in zip(sequences, _counts(argument, len(sequences)), strict=True):
                 end = sequence.spaces[pool].frontier + count
                 if end > self.max_context:
                     errors.add("MisuseError")
@@ -411,17 +408,13 @@ class LedgerModel:
 
     def begin(self, name: int, sequences: list[SequenceModel], columns: Mapping[str, Counts]) -> tuple[UnitModel, int]:
         """Map, freeze, and return the unit with the number of table slices to publish."""
-        taken: dict[str, list[int]] = {}
-        firsts: dict[str, list[int]] = {}
+        counts = {pool: _counts(argument, len(sequences)) for pool, argument in columns.items()}
+        firsts = {pool: [sequence.spaces[pool].frontier for sequence in sequences] for pool in columns}
         slices = 0
-        for pool, argument in columns.items():
-            counts = self._counts(argument, len(sequences))
-            assert counts is not None, argument
-            taken[pool] = counts
-            firsts[pool] = [sequence.spaces[pool].frontier for sequence in sequences]
-            for sequence, first, count in zip(sequences, firsts[pool], counts, strict=True):
+        for pool in columns:
+            for sequence, first, count in zip(sequences, firsts[pool], counts[pool], strict=True):
                 slices += self.ensure(sequence, pool, first + count)
-        unit = UnitModel(name, list(sequences), taken, firsts)
+        unit = UnitModel(name, list(sequences), counts, firsts)
         for sequence in sequences:
             sequence.unit = unit
         self.units.append(unit)
@@ -446,36 +439,35 @@ class LedgerModel:
 
     def commit_errors(self, unit: UnitModel, accepted: Mapping[str, Counts]) -> set[str]:
         """Errors of a commit: an ended unit, a pool it did not write, counts it did not write."""
-        if not unit.is_open:
+        if not unit.is_live:
             return {"MisuseError"}
+        entries = len(unit.sequences)
         for pool, argument in accepted.items():
-            counts = self._counts(argument, len(unit.sequences))
-            if pool not in unit.columns or counts is None:
+            if pool not in unit.columns or not _are_counts(argument, entries):
                 return {"MisuseError"}
-            if any(count > written for count, written in zip(counts, unit.columns[pool], strict=True)):
+            pairs = zip(_counts(argument, entries), unit.columns[pool], strict=True)
+            if any(count > written for count, written in pairs):
                 return {"MisuseError"}
         return set()
 
     def commit(self, unit: UnitModel, accepted: Mapping[str, Counts]) -> None:
         """Advance the frontiers of the pools that are named, and end the unit."""
         for pool, argument in accepted.items():
-            counts = self._counts(argument, len(unit.sequences))
-            assert counts is not None, argument
-            for sequence, count in zip(unit.sequences, counts, strict=True):
+            for sequence, count in zip(unit.sequences, _counts(argument, len(unit.sequences)), strict=True):
                 sequence.spaces[pool].frontier += count
         self.end(unit)
 
     def end_errors(self, unit: UnitModel) -> set[str]:
         """Errors of ending a unit: it has ended."""
-        return set() if unit.is_open else {"MisuseError"}
+        return set() if unit.is_live else {"MisuseError"}
 
     def end(self, unit: UnitModel) -> None:
         """Thaw the rows; sequences that were aborted in flight end now."""
-        unit.is_open = False
+        unit.is_live = False
         for sequence in unit.sequences:
             sequence.unit = None
             if sequence.is_aborting:
-                self.finish(sequence)
+                self.release(sequence)
 
     # ---- between units ----------------------------------------------------------------------------
 
@@ -524,26 +516,20 @@ class LedgerModel:
     def trim_errors(self, sequences: list[SequenceModel], pool: str, provisional: Counts) -> set[str]:
         """Errors of a trim: stale handles, rows in flight, an unknown pool, counts."""
         errors = self.boundary_errors(sequences)
-        if pool not in self.pools or self._counts(provisional, len(sequences)) is None:
+        if pool not in self.pools or not _are_counts(provisional, len(sequences)):
             errors.add("MisuseError")
         return errors
 
     def trim(self, sequences: list[SequenceModel], pool: str, provisional: Counts) -> int:
         """Keep the pages of max(committed, provisional); return how many went back to their reservation."""
-        counts = self._counts(provisional, len(sequences))
-        assert counts is not None, provisional
-        trimmed = 0
-        for sequence, count in zip(sequences, counts, strict=True):
-            space = sequence.spaces[pool]
-            trimmed += self._unmap(sequence, pool, pages_of(space.frontier + count))
-        return trimmed
+        return sum(
+            self._unmap(sequence, pool, pages_of(sequence.spaces[pool].frontier + count))
+            for sequence, count in zip(sequences, _counts(provisional, len(sequences)), strict=True)
+        )
 
-    def truncate_errors(self, holder: SequenceModel | ContinuationModel, pool: str, tokens: int) -> set[str]:
+    def truncate_errors(self, holder: Holder, pool: str, tokens: int) -> set[str]:
         """Errors of a truncate: stale, in flight, an unknown pool, beyond [protected, frontier], a shared page cut."""
-        if isinstance(holder, SequenceModel):
-            errors = self.boundary_errors([holder])
-        else:
-            errors = self.handle_errors(holder)
+        errors = self.boundary_errors([holder]) if isinstance(holder, SequenceModel) else self.stale_errors([holder])
         space = holder.spaces.get(pool)
         if space is None or not space.protected <= tokens <= space.frontier:
             errors.add("MisuseError")
@@ -553,7 +539,7 @@ class LedgerModel:
             errors.add("MisuseError")
         return errors
 
-    def truncate(self, holder: SequenceModel | ContinuationModel, pool: str, tokens: int) -> None:
+    def truncate(self, holder: Holder, pool: str, tokens: int) -> None:
         """Lower the frontier; the page that is cut inside has other content from now on; then trim.
 
         A state is complete at the frontier of Main that it was attached at, and no other (C2.2).
@@ -566,17 +552,12 @@ class LedgerModel:
         space.frontier = tokens
         self._unmap(holder, pool, pages_of(tokens))
 
-    def finish(self, sequence: SequenceModel) -> None:
-        """Return every page, the reservation and the row."""
-        sequence.is_active = False
-        self._retire([(pool, page) for pool, space in sequence.spaces.items() for page in space.pages])
-
     def abort(self, sequence: SequenceModel) -> bool:
         """End now, or with the unit in flight; return whether now."""
         if sequence.unit is not None:
             sequence.is_aborting = True
             return False
-        self.finish(sequence)
+        self.release(sequence)
         return True
 
     # ---- helpers ----------------------------------------------------------------------------------
@@ -587,24 +568,16 @@ class LedgerModel:
         return continuation
 
     @staticmethod
-    def stale_errors(sequences: list[SequenceModel]) -> set[str]:
-        """Errors of sequences that have ended."""
-        return {"StaleHandle"} if any(not sequence.is_active for sequence in sequences) else set()
+    def stale_errors(holders: Sequence[Holder]) -> set[str]:
+        """Errors of sequences or continuations that have ended."""
+        return set() if all(holder.is_live for holder in holders) else {"StaleHandle"}
 
     def boundary_errors(self, sequences: list[SequenceModel]) -> set[str]:
         """Errors of sequences that have ended or are in flight."""
         is_in_flight = any(sequence.unit is not None for sequence in sequences)
         return self.stale_errors(sequences) | ({"UnitInFlight"} if is_in_flight else set())
 
-    @staticmethod
-    def _counts(argument: Counts, entries: int) -> list[int] | None:
-        """Return one count per entry, or None where the argument has no such form."""
-        counts = [argument] * entries if isinstance(argument, int) else list(argument)
-        if len(counts) != entries or any(not 0 <= count <= COLUMNS_MAX for count in counts):
-            return None
-        return counts
-
-    def _unmap(self, holder: SequenceModel | ContinuationModel, pool: str, pages_min: int) -> int:
+    def _unmap(self, holder: Holder, pool: str, pages_min: int) -> int:
         """Unmap all pages but the first `pages_min`; return how many."""
         pages = holder.spaces[pool].pages
         unmapped = pages[pages_min:]
@@ -626,3 +599,14 @@ class LedgerModel:
         assert page.content is not None, "a committed page was never observed"
         self.retired[f"{pool}.content"].add(page.content)
         page.content = None
+
+
+def _are_counts(argument: Counts, entries: int) -> bool:
+    """Return whether an argument is a legal count, or one for each entry."""
+    has_form = isinstance(argument, int) or len(argument) == entries
+    return has_form and all(0 <= count <= COLUMNS_MAX for count in _counts(argument, entries))
+
+
+def _counts(argument: Counts, entries: int) -> list[int]:
+    """Return one count for each entry."""
+    return [argument] * entries if isinstance(argument, int) else list(argument)

@@ -73,7 +73,6 @@ class Walk:
 
     def __init__(self, shape: WalkShape, device: FaultyDevice, journal: TextIO | None = None) -> None:
         config = shape.config()
-        self.shape = shape
         self.device = device
         self.store = pk.open_store(config, cast("pk.Device", device), journal=journal)
         self.model = LedgerModel(
@@ -184,7 +183,7 @@ class Walk:
         """Require that the store answers for each handle as the model does."""
         store = self.store
         for sequence, handle in self.sequences.values():
-            if sequence.is_active:
+            if sequence.is_live:
                 require_same("budget", sequence.budget, store.budget_tokens(handle))
                 for pool, space in sequence.spaces.items():
                     covered = min(space.entitlement * pk.PAGE_TOKENS, self.model.max_context) - space.frontier
@@ -192,7 +191,7 @@ class Walk:
                     require_same("covered columns", [covered], columns)
                     require_same("committed", space.frontier, store.committed_tokens(handle, pool))
                     require_same("page ids", [page.page_id for page in space.pages], store.page_ids(handle, pool))
-        current = [pair for pair in self.continuations.values() if pair[0].is_current]
+        current = [pair for pair in self.continuations.values() if pair[0].is_live]
         for continuation, source in current:
             require_same("state", continuation.state, store.state_of(source))
             for pool, space in continuation.spaces.items():
@@ -209,13 +208,13 @@ class Walk:
         self.compare_ledgers()
         self.compare_bytes()
         for unit, submission in self.units.values():
-            if unit.is_open:
+            if unit.is_live:
                 self._end(self.store.fail, submission, self.model.end, unit)
         for sequence, handle in self.sequences.values():
-            if sequence.is_active:
-                self._end(self.store.finish, handle, self.model.finish, sequence)
+            if sequence.is_live:
+                self._end(self.store.finish, handle, self.model.release, sequence)
         for continuation, source in self.continuations.values():
-            if continuation.is_current:
+            if continuation.is_live:
                 self._end(self.store.release, source, self.model.release, continuation)
         self.store.check()
         for name, pool in self.store.inspect().pools.items():
@@ -292,7 +291,7 @@ class Walk:
         def follow(answer: pk.Continuation | None) -> ContinuationModel | None:
             if retain:
                 return self.model.retain(number, answer.number if answer else 0, model, state)
-            self.model.finish(model)
+            self.model.release(model)
             return None
 
         answers = self.change(errors, lambda: self.store.finish(handle, retain=retain, state=state), follow)
@@ -306,7 +305,7 @@ class Walk:
 
     def _release(self, continuation: ContinuationPair) -> None:
         model, handle = continuation
-        if self.call(self.model.handle_errors(model), lambda: self.store.release(handle)) is not REFUSED:
+        if self.call(self.model.stale_errors([model]), lambda: self.store.release(handle)) is not REFUSED:
             self.model.release(model)
 
     def _protect(self, continuation: ContinuationPair, pool: str, tokens: int) -> None:
@@ -317,7 +316,7 @@ class Walk:
 
     def _attach(self, continuation: ContinuationPair, state: str | None) -> None:
         model, handle = continuation
-        if self.call(self.model.handle_errors(model), lambda: self.store.attach_state(handle, state)) is not REFUSED:
+        if self.call(self.model.stale_errors([model]), lambda: self.store.attach_state(handle, state)) is not REFUSED:
             model.state = state
 
     # ---- events: units ----------------------------------------------------------------------------
@@ -376,7 +375,7 @@ class Walk:
         counts: dict[str, Counts] = dict(model.columns) if accepted is None else accepted
         argument = None if accepted is None else in_form(accepted, form)
         errors = self.model.commit_errors(model, counts)
-        self.call(errors if not model.is_open else set(), lambda: self.store.wait(handle))
+        self.call(errors if not model.is_live else set(), lambda: self.store.wait(handle))
         self.change(errors, lambda: self.store.commit(handle, argument), lambda _: self.model.commit(model, counts))
 
     def _fail(self, unit: UnitPair) -> None:

