@@ -191,7 +191,7 @@ class EventDrawer:
         total = self.rng.choice((low, low, self.rng.randint(1, ceiling), ceiling))
         if self.rng.random() < 0.5:  # at a page boundary, or just below it
             total = min(max(pages_of(total) * pk.PAGE_TOKENS - self.rng.randint(0, 4), 1), ceiling)
-        if self._is_bold():
+        if self._breaks_rule():
             total = ceiling + self.rng.choice((1, 63, 64, 10_000))
         prompt = self.rng.randint(1, total)
         if self.model.growth is not None and total < ceiling and self.rng.random() < 0.9:  # one that grows
@@ -201,7 +201,7 @@ class EventDrawer:
     def resume(self) -> Arguments:
         """A target from a continuation, by Fork or Move, at any frontier; sometimes at one it does not have."""
         complete = [one for one in self.model.retained if one.state is not None]
-        continuation = self._continuation() if self._is_bold() or not complete else self.rng.choice(complete)
+        continuation = self._continuation() if self._breaks_rule() or not complete else self.rng.choice(complete)
         is_full = len(self.model.active) == self.model.max_concurrency
         if is_full and self.rng.random() < 0.8:
             raise NoSubject
@@ -218,7 +218,7 @@ class EventDrawer:
         if len(spaces) > 1 and rng.random() < 0.06:  # a little of Main, and all of the backend, which may be more
             frontier = {pool: space.frontier for pool, space in spaces.items()}
             frontier["main"] = min(main, rng.randint(1, 64))
-        if self._is_bold():
+        if self._breaks_rule():
             frontier = rng.choice((
                 0, -1, spaces["main"].frontier + 1, main, {"main": main, "rows": 0}, {},
                 {pool: space.frontier + 1 for pool, space in spaces.items()}, dict.fromkeys(spaces, main),
@@ -227,7 +227,7 @@ class EventDrawer:
         total = rng.choice((0, min(1, room), rng.randint(0, min(room, 70)), rng.randint(0, room), room))
         if self.model.growth is not None and rng.random() < 0.5:
             total = room
-        if self._is_bold():
+        if self._breaks_rule():
             total = room + rng.choice((1, 64))
         prompt = rng.randint(0, total)
         if self.model.growth is not None:
@@ -262,7 +262,7 @@ class EventDrawer:
         blocks = [block for block, page in enumerate(space.pages) if any(page in other.pages for other in others)]
         if blocks and self.rng.random() < 0.5:  # inside a page that another space may protect in part too
             tokens = min(self.rng.choice(blocks) * pk.PAGE_TOKENS + self.rng.randint(1, 63), space.frontier)
-        if self._is_bold():
+        if self._breaks_rule():
             tokens = self.rng.choice((-1, space.frontier + 1))
         return {"continuation": continuation.name, "pool": pool, "tokens": tokens}
 
@@ -277,7 +277,7 @@ class EventDrawer:
         aligned = self.rng.randint(min(max(pages_of(space.protected), 1), last), last) * pk.PAGE_TOKENS
         position = space.protected + self._position(space.frontier - space.protected)
         tokens = self.rng.choice((aligned, position, space.protected, self._position(space.frontier)))
-        if self._is_bold():
+        if self._breaks_rule():
             tokens = self.rng.choice((space.protected - 1, space.frontier + 1, -1))
         return {"continuation": continuation.name, "pool": pool, "tokens": tokens}
 
@@ -354,7 +354,7 @@ class EventDrawer:
         provisional: Counts = self.rng.choice((0, 0, self.rng.randint(0, 200)))
         if self.rng.random() < 0.3:
             provisional = [self.rng.randint(0, 130) for _ in sequences]
-        if self._is_bold():
+        if self._breaks_rule():
             provisional = self.rng.choice((-1, [0] * (len(sequences) + 1), 1 << 31))
         return self._with_fault(**batch, pool=self._pool(), provisional=provisional)
 
@@ -365,7 +365,7 @@ class EventDrawer:
             sequence = other
         committed = self._frontier(sequence, pool)
         tokens = self._position(committed)
-        if self._is_bold():
+        if self._breaks_rule():
             tokens = self.rng.choice((-1, committed + 1, committed + 64))
         return self._with_fault(sequence=sequence.name, pool=pool, tokens=tokens)
 
@@ -375,7 +375,7 @@ class EventDrawer:
         space = sequence.spaces.get(pool, sequence.spaces["main"])
         room = min(space.entitlement * pk.PAGE_TOKENS, self.model.max_context)
         tokens = self.rng.choice((0, room, self.rng.randint(0, room)))
-        if self._is_bold():
+        if self._breaks_rule():
             tokens = self.rng.choice((-1, space.entitlement * pk.PAGE_TOKENS + 1, self.model.max_context + 1))
         return self._with_fault(withdraws=False, sequence=sequence.name, pool=pool, tokens=tokens)
 
@@ -395,7 +395,7 @@ class EventDrawer:
 
     # ---- choices ----------------------------------------------------------------------------------
 
-    def _is_bold(self) -> bool:
+    def _breaks_rule(self) -> bool:
         """Return whether this event breaks a rule on purpose."""
         return self.is_bold and self.rng.random() < 0.6
 
@@ -431,7 +431,7 @@ class EventDrawer:
         return None if self.rng.random() < 0.1 else f"state {self.rng.randrange(1000)}"
 
     def _pool(self) -> str:
-        if self._is_bold() and self.rng.random() < 0.2:
+        if self._breaks_rule() and self.rng.random() < 0.2:
             return self.rng.choice(("rows", "mtp2", ""))
         return self.rng.choice(list(self.model.pools))
 
@@ -442,17 +442,17 @@ class EventDrawer:
     def _sequence(self, *, may_fly: bool = False) -> SequenceModel:
         """Return an active sequence at a boundary, or also one in flight; a bold event takes any."""
         ended = [sequence for sequence in self.model.sequences[-8:] if not sequence.is_live]
-        if ended and self._is_bold():
+        if ended and self._breaks_rule():
             return self.rng.choice(ended)
         active = self.model.active
-        if not may_fly and not self._is_bold():
+        if not may_fly and not self._breaks_rule():
             active = [sequence for sequence in active if sequence.unit is None]
         return self._choice(active)
 
     def _resumable(self) -> SequenceModel:
         """Return a sequence, mostly one that can be retained, and then the longer one of two."""
         resumable = [one for one in self.model.active if not self.model.retain_errors(one)]
-        if self._is_bold():
+        if self._breaks_rule():
             return self._sequence()
         others = [one for one in self.model.active if one.unit is None and one not in resumable]
         if others and self.rng.random() < 0.08:
@@ -463,7 +463,7 @@ class EventDrawer:
     def _continuation(self) -> ContinuationModel:
         """Return a continuation, mostly a current one."""
         ended = [one for one in self.model.continuations[-8:] if not one.is_live]
-        if ended and self._is_bold():
+        if ended and self._breaks_rule():
             return self.rng.choice(ended)
         return self._choice(self.model.retained)
 
@@ -471,9 +471,9 @@ class EventDrawer:
         """Return distinct sequences in any order, mostly those at a boundary; sometimes none, stale or twice."""
         active = self.model.active
         resting = [sequence for sequence in active if sequence.unit is None]
-        pick = active if self._is_bold() else resting
+        pick = active if self._breaks_rule() else resting
         sequences = self.rng.sample(pick, self.rng.randint(min(1, len(pick)), len(pick)))
-        if self._is_bold():
+        if self._breaks_rule():
             spoiled = self.rng.choice((self.model.sequences[-8:], sequences, []))
             sequences = [*sequences, *spoiled[:1]]
         return sequences
@@ -483,7 +483,7 @@ class EventDrawer:
         if self.batches and self.rng.random() < 0.4:
             name, sequences = self.rng.choice(self.batches)
             is_usable = all(sequence.is_live and sequence.unit is None for sequence in sequences)
-            if is_usable or self._is_bold():
+            if is_usable or self._breaks_rule():
                 return {"batch": name}, sequences
         sequences = self._some_sequences()
         if self.model.batch_errors(sequences):
@@ -509,7 +509,7 @@ class EventDrawer:
             limits = [min(room, self.reach) for room in rooms]
             counts = [self.rng.choice((0, min(1, limit), limit, *[self.rng.randint(0, limit)] * 2)) for limit in limits]
             columns[pool] = min(counts) if self.rng.random() < 0.5 else counts
-        if self._is_bold():
+        if self._breaks_rule():
             self._spoil(columns, sequences)
         return columns
 
@@ -535,7 +535,7 @@ class EventDrawer:
 
     def _unit(self) -> UnitModel:
         """Return a unit, mostly one in flight."""
-        if self.model.units and self._is_bold():
+        if self.model.units and self._breaks_rule():
             return self.rng.choice(self.model.units[-6:])
         return self._choice(self.model.open_units)
 
@@ -544,11 +544,11 @@ class EventDrawer:
         accepted: dict[str, Counts] = {}
         for pool, written in unit.columns.items():
             counts = list(written) if self.rng.random() < 0.5 else [self.rng.randint(0, count) for count in written]
-            if self._is_bold():
+            if self._breaks_rule():
                 entry = self.rng.randrange(len(counts))
                 counts[entry] = self.rng.choice((-1, written[entry] + 1, 1 << 31))
             if self.rng.random() < 0.9:
                 accepted[pool] = min(counts) if self.rng.random() < 0.2 else counts
-        if self._is_bold() and self.rng.random() < 0.3:
+        if self._breaks_rule() and self.rng.random() < 0.3:
             accepted[self.rng.choice(("main", "mtp", "draft", "rows"))] = self.rng.choice((0, 1))
         return accepted

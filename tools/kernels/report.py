@@ -20,9 +20,10 @@ import click
 
 import pagedkv as pk
 from pagedkv.tools.console import EXIT_FINDING, json_option, positive, progress_line, say
-from pagedkv.tools.kernels.nvrtc import KernelResources, Nvrtc, compile_program, load_nvrtc, read_resources
+from pagedkv.tools.kernels.nvrtc import KernelResources, compile_program, load_nvrtc, read_resources
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+OPTIONS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 HEADER_SUFFIXES = (".cu", ".cuh", ".h")
 WARP_THREADS = 32
 
@@ -191,7 +192,13 @@ def compile_set(
 
     def compile_one(work: tuple[pk.ModuleSpec, str]) -> list[KernelFigures]:
         spec, arch = work
-        figures = compile_module(nvrtc, spec, arch, headers)
+        text = "".join(f'#include "{source}"\n' for source in spec.sources)
+        defines = [f"-D{name}={value}" for name, value in spec.defines]
+        options = [f"--gpu-architecture={arch}", *OPTIONS, *defines]
+        compiled = compile_program(nvrtc, text, name=f"module {spec.name}", headers=headers, options=options)
+        if not compiled.is_ok:
+            raise KernelCompileError(f"{spec.name} for {arch}:\n{compiled.log}")
+        figures = [KernelFigures(spec.name, arch, kernel) for kernel in read_resources(compiled.log, compiled.ptx)]
         if progress:
             progress(f"{spec.name} {arch}: {len(figures)} kernels")
         return figures
@@ -211,22 +218,6 @@ def read_headers() -> dict[str, str]:
         for file in (root / folder).iterdir()
         if file.name.endswith(HEADER_SUFFIXES)
     }
-
-
-def compile_module(nvrtc: Nvrtc, spec: pk.ModuleSpec, arch: str, headers: dict[str, str]) -> list[KernelFigures]:
-    """Compile one module for one architecture."""
-    text = "".join(f'#include "{source}"\n' for source in spec.sources)
-    options = [
-        f"--gpu-architecture={arch}",
-        "--std=c++17",
-        "--fmad=false",
-        "--ptxas-options=-v",
-        *(f"-D{name}={value}" for name, value in spec.defines),
-    ]
-    compiled = compile_program(nvrtc, text, name=f"module {spec.name}", headers=headers, options=options)
-    if not compiled.is_ok:
-        raise KernelCompileError(f"{spec.name} for {arch}:\n{compiled.log}")
-    return [KernelFigures(spec.name, arch, kernel) for kernel in read_resources(compiled.log, compiled.ptx)]
 
 
 def report(figures: Sequence[KernelFigures]) -> dict[str, object]:
