@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pagedkv as pk
-from pagedkv.graphs.capture import CapturedUnit
+from pagedkv.graphs.capture import UnitGraph
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.unit import Model
 
@@ -15,13 +15,13 @@ class GraphCache:
         self._store = store
         self._model = model
         self._use_graphs = use_graphs
-        self._units: dict[GraphKey, CapturedUnit] = {}
+        self._units: dict[GraphKey, UnitGraph] = {}
 
-    def unit(self, key: GraphKey) -> CapturedUnit:
+    def unit(self, key: GraphKey) -> UnitGraph:
         """Return the captured unit of a shape, captured now if it is new; blanks its egress until it has run once."""
         found = self._units.get(key)
         if found is None:
-            found = CapturedUnit(self._store, self._model, key, use_graph=self._use_graphs)
+            found = UnitGraph(self._store, self._model, key, use_graph=self._use_graphs)
             self._units[key] = found
         if found.replays == 0:
             found.unit.control.blank()

@@ -14,7 +14,7 @@ from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.unit import Model, Unit
 
 
-class CapturedUnit:
+class UnitGraph:
     """A unit with its graph; `run` replays it, or enqueues it again when built eager.
 
     `replays` counts runs since it was built.

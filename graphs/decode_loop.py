@@ -27,9 +27,9 @@ import nvtx
 
 import pagedkv as pk
 from pagedkv.graphs.cache import GraphCache
-from pagedkv.graphs.capture import CapturedUnit
+from pagedkv.graphs.capture import UnitGraph
 from pagedkv.graphs.key import key_for
-from pagedkv.graphs.scheduler import PREFILL_WIDTH_MIN, batch_shape, prefill_width
+from pagedkv.graphs.shapes import PREFILL_WIDTH_MIN, batch_shape, prefill_width
 from pagedkv.graphs.unit import Model
 
 FinishReason = Literal["stop", "length"]
@@ -301,7 +301,7 @@ class DecodeLoop:
         return tuple(sequence for sequence in running if sequence not in ended)
 
     def _run(
-        self, captured: CapturedUnit, batch: pk.Batch, columns: int, tokens: np.ndarray
+        self, captured: UnitGraph, batch: pk.Batch, columns: int, tokens: np.ndarray
     ) -> np.ndarray:
         """Run one unit over a batch: map, publish, select, replay, wait, commit.
 
@@ -392,7 +392,7 @@ def _token_ids(what: str, ids: Iterable[int]) -> npt.NDArray[np.int32]:
     return np.array(given, np.int32)
 
 
-def _sampled(captured: CapturedUnit, count: int, columns: int) -> npt.NDArray[np.int32]:
+def _sampled(captured: UnitGraph, count: int, columns: int) -> npt.NDArray[np.int32]:
     """Return the token after the last live column of each entry, (b,) int32.
 
     Raises:

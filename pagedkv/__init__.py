@@ -40,7 +40,7 @@ from pagedkv.ledger.events import PageEvent, PageObserver
 from pagedkv.ledger.inspect import ContinuationInspection, PoolInspection, SpaceInspection, StoreInspection
 from pagedkv.ledger.ledger import Batch, StoreLedgers
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ledger.units import Submission
 from pagedkv.ops.modules import shipped_modules
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
@@ -118,7 +118,7 @@ __all__ = [
     "StoreLedgers",
     "Stream",
     "StreamHazard",
-    "SubmittedUnit",
+    "Submission",
     "TransferFailed",
     "UnitInFlight",
     "clause",

@@ -18,7 +18,7 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.devices import CpuDevice
-from pagedkv.graphs import CapturedUnit, DecodeLoop, GraphKey, Unit
+from pagedkv.graphs import DecodeLoop, GraphKey, Unit, UnitGraph
 from tests.host.builders import refused
 from tests.toy_model import ToyModel
 
@@ -210,7 +210,7 @@ def test_every_call_that_meets_a_fault_latches_the_store() -> None:
             model = ToyModel(store)
             launch_a_crash(store)
             with pytest.raises(pk.DeviceFault, match="crash") as caught:
-                store.check() if is_check else CapturedUnit(store, model, KEY)
+                store.check() if is_check else UnitGraph(store, model, KEY)
 
             assert store.evidence is caught.value
 
@@ -343,7 +343,7 @@ def test_an_interrupted_commit_is_taken_back(monkeypatch: pytest.MonkeyPatch) ->
         sequence = store.activate(prompt_tokens=4, output_tokens=4)
         loop.prefill(sequence, [1, 2, 3, 4])
 
-        def interrupt(unit: pk.SubmittedUnit) -> None:
+        def interrupt(unit: pk.Submission) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
@@ -385,9 +385,9 @@ def test_a_key_that_is_no_shape_of_the_store_is_refused(changed: dict[str, Any])
     """C15.2: a captured unit is what its key says."""
     with opened() as store:
         model = ToyModel(store)
-        assert CapturedUnit(store, model, KEY).graph is not None
+        assert UnitGraph(store, model, KEY).graph is not None
         with pytest.raises(pk.MisuseError):
-            CapturedUnit(store, model, dataclasses.replace(KEY, **changed))
+            UnitGraph(store, model, dataclasses.replace(KEY, **changed))
 
 
 def test_a_loop_is_built_of_a_store_and_a_model() -> None:

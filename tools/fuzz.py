@@ -90,7 +90,7 @@ class Walk:
         self.is_over = False
         self.sequences: dict[int, tuple[SequenceModel, pk.Sequence]] = {}
         self.continuations: dict[int, tuple[ContinuationModel, pk.Continuation]] = {}
-        self.units: dict[int, tuple[UnitModel, pk.SubmittedUnit]] = {}
+        self.units: dict[int, tuple[UnitModel, pk.Submission]] = {}
         self.batches: dict[int, tuple[list[SequenceModel], pk.Batch]] = {}
         self.counts: Counter[str] = Counter()
         # What the store shows, until a call may have changed it; what was compared last, and what the model said then.

@@ -26,7 +26,7 @@ from pagedkv.ledger.pages import LogicalPages
 from pagedkv.ledger.pool import PagePool
 from pagedkv.ledger.sequences import Sequence, Sequences
 from pagedkv.ledger.snapshot import PreparedSnapshot, Snapshots
-from pagedkv.ledger.units import EntryColumns, SubmittedUnit, UnitGuard, rows_mask_of
+from pagedkv.ledger.units import EntryColumns, Submission, UnitGuard, rows_mask_of
 from pagedkv.values.config import VERIFY_WIDTH_MAX, StoreConfig
 from pagedkv.values.quantities import PAGE_SHIFT
 
@@ -249,7 +249,7 @@ class StoreLedgers:
 
     # ---- units ------------------------------------------------------------------------------------
 
-    def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[SubmittedUnit, PoolSlices]:
+    def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[Submission, PoolSlices]:
         """Map what a unit may write in each named pool, and freeze its rows.  (C9.4, C12.1)
 
         Returns:
@@ -286,7 +286,7 @@ class StoreLedgers:
             positions.setflags(write=False)
         return self.guard.begin(name, batch.rows, batch.rows_mask, written, first_positions), slices
 
-    def commit_unit(self, unit: SubmittedUnit, accepted: Mapping[str, Columns] | None = None) -> None:
+    def commit_unit(self, unit: Submission, accepted: Mapping[str, Columns] | None = None) -> None:
         """Advance committed frontiers by accepted columns, pool by pool, and thaw the rows.  (C9.5, C13.1)
 
         A pool that is not named keeps its frontier; None accepts every column of every pool.
@@ -308,7 +308,7 @@ class StoreLedgers:
             self.spaces[pool].commit(span)
         self._end_unit(unit)
 
-    def fail_unit(self, unit: SubmittedUnit) -> None:
+    def fail_unit(self, unit: Submission) -> None:
         """End a unit without a commit: what it wrote stays invisible.  (C9.5)"""
         self.guard.require_open(unit, "fail")
         self._require_endable(unit, "fail")
@@ -367,7 +367,7 @@ class StoreLedgers:
 
     # ---- helpers ----------------------------------------------------------------------------------
 
-    def _end_unit(self, unit: SubmittedUnit) -> None:
+    def _end_unit(self, unit: Submission) -> None:
         self.guard.end(unit)
         for row in unit.rows.tolist() if self._aborting else ():
             sequence = self._aborting.pop(row, None)
@@ -397,7 +397,7 @@ class StoreLedgers:
                                   got=int(spaces.frontier[sequence.row]),
                                   remedy="a provisional lead is no checkpoint: truncate it first", clause="C13.2")
 
-    def _require_endable(self, unit: SubmittedUnit, operation: str) -> None:
+    def _require_endable(self, unit: Submission, operation: str) -> None:
         """Refuse to end a unit whose aborted sequences cannot end with it.  (C7.4, C12.4)"""
         for row in unit.rows.tolist() if self._aborting else ():
             if row in self._aborting:
@@ -468,7 +468,7 @@ class StoreLedgers:
             batch.uniform[wanted] = entry
         return entry
 
-    def _accepted_span(self, unit: SubmittedUnit, pool: str, wanted: Columns) -> Tokens:
+    def _accepted_span(self, unit: Submission, pool: str, wanted: Columns) -> Tokens:
         if pool not in unit.written:
             raise MisuseError(f"a commit to pool {pool}", expected=f"one of {sorted(unit.written)}", got=pool,
                               remedy="commit only pools that the unit wrote", clause="C9.9")

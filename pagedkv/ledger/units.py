@@ -30,7 +30,7 @@ class EntryColumns:
 
 
 @dataclass(eq=False)
-class SubmittedUnit:
+class Submission:
     """One unit in flight: its rows in batch order and the columns it may write in each pool.
 
     Made by `Store.begin_unit`.  `written[pool].counts` is (B,) int32: columns that entry b may write,
@@ -74,34 +74,34 @@ class UnitGuard:
 
     def __init__(self) -> None:
         self.rows_in_flight = 0
-        self.units: list[SubmittedUnit] = []
+        self.units: list[Submission] = []
         self._number_next = 1
 
     def begin(
         self, name: str, rows: npt.NDArray[np.int64], rows_mask: int,
         written: dict[str, EntryColumns], first_positions: dict[str, npt.NDArray[np.int32]],
-    ) -> SubmittedUnit:
+    ) -> Submission:
         """Freeze the rows for a new unit; the caller asked `require_thawed` first."""
         assert not self.rows_in_flight & rows_mask, "a row in flight is selected again"
-        unit = SubmittedUnit(self._number_next, name, rows, rows_mask, written, first_positions)
+        unit = Submission(self._number_next, name, rows, rows_mask, written, first_positions)
         self._number_next += 1
         self.rows_in_flight |= rows_mask
         self.units.append(unit)
         return unit
 
-    def end(self, unit: SubmittedUnit) -> None:
+    def end(self, unit: Submission) -> None:
         """Thaw the rows of a unit that completed."""
         self.units.remove(unit)
         self.rows_in_flight &= ~unit.rows_mask
         unit.is_open = False
 
-    def require_open(self, unit: SubmittedUnit, operation: str) -> None:
+    def require_open(self, unit: Submission, operation: str) -> None:
         """Refuse a unit that was ended already, or that belongs to another store.  (C12.3)
 
         Raises:
             MisuseError: names the operation and the unit.
         """
-        if not isinstance(unit, SubmittedUnit):
+        if not isinstance(unit, Submission):
             raise MisuseError(operation, expected="the unit that begin_unit returned", got=repr(unit),
                               remedy="keep the unit until its commit", clause="C12.3")
         if not unit.is_open or unit not in self.units:

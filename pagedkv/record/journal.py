@@ -37,7 +37,7 @@ from pagedkv.ledger.continuations import Continuation
 from pagedkv.ledger.ledger import Batch, Columns, PoolSlices, StoreLedgers
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.snapshot import PreparedSnapshot
-from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ledger.units import Submission
 from pagedkv.record.config_json import config_as_json
 from pagedkv.record.words import JournalWords, Words, refusal_words
 from pagedkv.values.config import StoreConfig
@@ -209,15 +209,15 @@ class JournaledLedgers(StoreLedgers):
         """Record `StoreLedgers.truncate_continuation`."""
         self._recorded(super().truncate_continuation, continuation=continuation, tokens=tokens, pool=pool)
 
-    def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[SubmittedUnit, PoolSlices]:
+    def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[Submission, PoolSlices]:
         """Record `StoreLedgers.begin_unit`."""
         return self._recorded(super().begin_unit, name=name, batch=batch, columns=columns)
 
-    def commit_unit(self, unit: SubmittedUnit, accepted: Mapping[str, Columns] | None = None) -> None:
+    def commit_unit(self, unit: Submission, accepted: Mapping[str, Columns] | None = None) -> None:
         """Record `StoreLedgers.commit_unit`."""
         self._recorded(super().commit_unit, unit=unit, accepted=accepted)
 
-    def fail_unit(self, unit: SubmittedUnit) -> None:
+    def fail_unit(self, unit: Submission) -> None:
         """Record `StoreLedgers.fail_unit`."""
         self._recorded(super().fail_unit, unit=unit)
 

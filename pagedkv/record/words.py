@@ -5,7 +5,7 @@
     Sequence                {"sequence": [row, serial]}        with the store's id as third where it is another one's
     Continuation            {"continuation": [number]}         likewise
     Batch                   {"batch": [[row, serial], ...]}    likewise
-    SubmittedUnit           {"unit": number}                   {"unit": null}: one that is not in flight
+    Submission              {"unit": number}                   {"unit": null}: one that is not in flight
     prepared claims         {"prepared": revision}             of the line that prepared them; null: they have ended
     ActivationTarget        {"target": {...}}
     pool -> columns         {"columns": {...}}                 counts as number or list, whatever array they came in
@@ -30,7 +30,7 @@ from pagedkv.ledger.continuations import Continuation
 from pagedkv.ledger.ledger import Batch, PoolSlices, StoreLedgers
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.snapshot import PreparedSnapshot
-from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ledger.units import Submission
 
 Words = dict[str, Any]
 Prepared = PreparedActivation | PreparedSnapshot
@@ -95,7 +95,7 @@ class JournalWords:
             return {"continuation": self._own(value.store_id, value.number)}
         if isinstance(value, Batch):
             return {"batch": [self._own(entry.store_id, entry.row, entry.serial) for entry in value.sequences]}
-        if isinstance(value, SubmittedUnit):
+        if isinstance(value, Submission):
             return {"unit": value.number if value in self.ledgers.guard.units else None}
         if isinstance(value, Prepared):
             return {"prepared": next((revision for revision, kept in self.prepared.items() if kept is value), None)}
@@ -143,9 +143,9 @@ class JournalWords:
         row, serial = numbers[:2]
         return Sequence(numbers[2] if len(numbers) > 2 else self.store_id, row, serial)
 
-    def _unit_back(self, number: int | None) -> SubmittedUnit:
+    def _unit_back(self, number: int | None) -> Submission:
         if number is None:
-            return SubmittedUnit(0, "ended", np.zeros(0, np.int64), 0, {}, {}, is_open=False)
+            return Submission(0, "ended", np.zeros(0, np.int64), 0, {}, {}, is_open=False)
         found = [unit for unit in self.ledgers.guard.units if unit.number == number]
         if not found:
             raise ValueError(f"no unit {number} is in flight")
@@ -206,7 +206,7 @@ class JournalWords:
     def _moved(self, arguments: Mapping[str, object]) -> object:
         """Return the frontiers of what an operation without an answer moved, or None."""
         for value in arguments.values():
-            if isinstance(value, SubmittedUnit):
+            if isinstance(value, Submission):
                 return {"frontiers": {name: spaces.frontier[value.rows].tolist()
                                       for name, spaces in self.ledgers.spaces.items()}}
             if isinstance(value, Sequence):

@@ -40,7 +40,7 @@ from pagedkv.ledger.continuations import Continuation
 from pagedkv.ledger.kept_spaces import RetainedSpace
 from pagedkv.ledger.ledger import Batch, Columns, PoolSlices, StoreLedgers
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ledger.units import Submission
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.record.journal import Journal, JournaledLedgers
@@ -358,7 +358,7 @@ class Store(StoreEvidence):
 
     def begin_unit(
         self, batch: Batch, columns: Columns | Mapping[str, Columns] = 1, *, name: str = "unit"
-    ) -> SubmittedUnit:
+    ) -> Submission:
         """Map what the unit may write, publish new table slices on the stream, freeze the rows.  (C9.4, C11.2)
 
         Args:
@@ -381,7 +381,7 @@ class Store(StoreEvidence):
         self._publish(slices)
         return unit
 
-    def submit(self, unit: SubmittedUnit) -> None:
+    def submit(self, unit: Submission) -> None:
         """Record on the stream that the unit's launches end here, so that `poll` can ask.  (C12.4)
 
         Raises:
@@ -395,7 +395,7 @@ class Store(StoreEvidence):
         self._events[unit.number] = event
         self._completed.discard(unit.number)
 
-    def poll(self) -> list[SubmittedUnit]:
+    def poll(self) -> list[Submission]:
         """Return the submitted units that the device has finished and that are not yet committed.  (C12.4)"""
         self._enter("poll")
         with self._latching():
@@ -405,7 +405,7 @@ class Store(StoreEvidence):
                     self._completed.add(number)
         return [unit for unit in self._ledgers.guard.units if unit.number in self._completed]
 
-    def wait(self, unit: SubmittedUnit) -> None:
+    def wait(self, unit: Submission) -> None:
         """Block until the device has finished the unit.  (C12.4)
 
         Raises:
@@ -422,7 +422,7 @@ class Store(StoreEvidence):
                 self.stream.synchronize()
         self._completed.add(unit.number)
 
-    def commit(self, unit: SubmittedUnit, accepted: Columns | Mapping[str, Columns] | None = None) -> None:
+    def commit(self, unit: Submission, accepted: Columns | Mapping[str, Columns] | None = None) -> None:
         """Advance committed frontiers after the unit completed, and thaw its rows.  (C9.5, C12.3)
 
         Args:
@@ -444,7 +444,7 @@ class Store(StoreEvidence):
         self._events.pop(unit.number, None)
         self._settle()  # an abort takes effect here
 
-    def fail(self, unit: SubmittedUnit) -> None:
+    def fail(self, unit: Submission) -> None:
         """End a unit without a commit, after what it launched has drained.  (C9.5)
 
         Raises:

@@ -10,7 +10,7 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import ControlBuffers, DecodeLoop, GraphCache, GraphKey
 from pagedkv.graphs.key import key_for
-from pagedkv.graphs.scheduler import batch_shape, prefill_width
+from pagedkv.graphs.shapes import batch_shape, prefill_width
 from tests.toy_model import ToyModel
 
 GEOMETRY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)

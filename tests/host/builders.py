@@ -23,7 +23,7 @@ from pagedkv.ledger.ledger import Columns, PoolSlices, StoreLedgers
 from pagedkv.ledger.pages import LogicalPages
 from pagedkv.ledger.pool import PagePool
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ledger.units import Submission
 from pagedkv.values.config import Backend, ExplicitCapacity, KVGeometry, StoreConfig
 from pagedkv.values.quantities import PAGE_TOKENS, ceil_div
 
@@ -94,7 +94,7 @@ def refuse(ledgers: StoreLedgers, prompt_tokens: int, output_tokens: int = 0) ->
 
 def begin(
     ledgers: StoreLedgers, sequences: Sequence | list[Sequence], columns: Columns | Mapping[str, Columns]
-) -> tuple[SubmittedUnit, PoolSlices]:
+) -> tuple[Submission, PoolSlices]:
     """Begin a unit over sequences; plain `columns` are Main's."""
     chosen = sequences if isinstance(sequences, list) else [sequences]
     return ledgers.begin_unit(

@@ -18,7 +18,7 @@ from pagedkv.ledger.activation import ActivationTarget, Refusal
 from pagedkv.ledger.continuations import Continuation
 from pagedkv.ledger.ledger import StoreLedgers
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ledger.units import Submission
 
 
 class OperationsWalk:
@@ -29,7 +29,7 @@ class OperationsWalk:
         self.rng = random.Random(seed)
         self.sequences: list[Sequence] = []
         self.continuations: list[Continuation] = []
-        self.units: list[SubmittedUnit] = []
+        self.units: list[Submission] = []
         self.prepared: list[tuple[str, Any]] = []
         self.counts: Counter[str] = Counter()
 

@@ -13,7 +13,7 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
 from pagedkv.graphs.key import key_for
-from pagedkv.graphs.scheduler import prefill_width
+from pagedkv.graphs.shapes import prefill_width
 from pagedkv.tools.llama import LlamaModel
 from pagedkv.tools.model_weights import LlamaWeights
 from pagedkv.tools.run import run_prompts
