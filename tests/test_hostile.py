@@ -253,10 +253,10 @@ def test_what_is_no_token_id_is_neither_prefilled_nor_a_stop(ids: Any) -> None:
     with opened() as store:
         loop = DecodeLoop(store, ToyModel(store))
         sequence = store.activate(prompt_tokens=4, output_tokens=2)
-        with refused(pk.MisuseError, "C14.4", store._ledgers, loop._progress):
+        with refused(pk.MisuseError, "C14.4", store._ledgers, loop._outputs):
             loop.prefill(sequence, ids)
         loop.prefill(sequence, [1, 2, 3, 4])
-        with refused(pk.MisuseError, "C14.4", store._ledgers, loop._progress):
+        with refused(pk.MisuseError, "C14.4", store._ledgers, loop._outputs):
             loop.step([sequence], stop_tokens=ids)
 
 
@@ -266,15 +266,15 @@ def test_a_refused_step_changes_no_sequence() -> None:
         loop = DecodeLoop(store, ToyModel(store))
         sequence, stranger = (store.activate(prompt_tokens=4, output_tokens=2) for _ in range(2))
         loop.prefill(sequence, [1, 2, 3, 4])
-        stops = [loop._progress[sequence].last_token]
+        stops = [loop._outputs[sequence].last_token]
         cases: tuple[tuple[Any, str], ...] = (
             ([sequence, sequence], "C11.3"), (sequence, "C11.3"), (None, "C11.3"), ([[]], "C11.3"),
             ([sequence, stranger], "C9.4"),
         )  # fmt: skip
         for named, clause in cases:
-            with refused(pk.MisuseError, clause, store._ledgers, loop._progress):
+            with refused(pk.MisuseError, clause, store._ledgers, loop._outputs):
                 loop.step(named, stop_tokens=stops)
-            with refused(pk.MisuseError, clause, store._ledgers, loop._progress):
+            with refused(pk.MisuseError, clause, store._ledgers, loop._outputs):
                 loop.decode(named, stop_tokens=stops)
 
 
@@ -330,7 +330,7 @@ def test_a_negative_sample_is_refused_and_not_committed() -> None:
         loop = DecodeLoop(store, Meddler(ToyModel(store), after=lambda unit: unit.call(
             write_no_token, unit.next_tokens)))
         sequence = store.activate(prompt_tokens=4, output_tokens=2)
-        with refused(pk.MisuseError, "C14.4", loop._progress, match="next_tokens"):
+        with refused(pk.MisuseError, "C14.4", loop._outputs, match="next_tokens"):
             loop.prefill(sequence, [1, 2, 3, 4])
 
         assert store.committed_tokens(sequence) == 0

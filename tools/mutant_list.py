@@ -210,7 +210,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C9.2", "a row ends as soon as it is not extended", "graphs/decode_loop.py",
            "strict=True) if not covered}", "strict=True)}", (GROWTH_LOOP,)),
     Mutant("C9.2", "a row that nothing covers is launched", "graphs/decode_loop.py",
-           'self._progress[sequence].reason = "length"\n        return tuple', "pass\n        return tuple",
+           'self._outputs[sequence].reason = "length"\n        return [', "pass\n        return [",
            (GROWTH_LOOP,)),
     Mutant("C9.2", "a prompt beyond the lease is begun", "graphs/decode_loop.py",
            "if ids.size > covered:", "if False:", (GROWTH_LOOP,)),

@@ -202,7 +202,7 @@ def test_a_failing_model_thaws_its_rows() -> None:
         loop = DecodeLoop(store, model, use_graphs=False)
         sequence = store.activate(prompt_tokens=16, output_tokens=4)
         loop.prefill(sequence, prompt(16, 1))
-        captured = next(iter(loop.graphs._units.values()))
+        captured = next(iter(loop.graphs._graphs.values()))
         captured._model = BrokenModel()
         with pytest.raises(RuntimeError, match="out of ideas"):
             loop._run(captured, store.batch([sequence]), 1, np.zeros((1, 16), np.int32))
@@ -257,7 +257,7 @@ def test_a_server_that_never_forgets_keeps_one_sequence_a_row() -> None:
             again = store.activate(source=kept, keep_source=False, prompt_tokens=0, output_tokens=4)
             loop.resume(again, last)
 
-            assert set(loop._progress) == {again, sequences[1]}
+            assert set(loop._outputs) == {again, sequences[1]}
             with pytest.raises(pk.MisuseError, match="prefill or resume first"):
                 loop.finish_reason(sequences[0])
             assert 3 == sum(len(tokens[again]) for tokens in loop.decode([again])), "the pending token is one of four"

@@ -251,7 +251,7 @@ def test_target_and_draft_of_other_heads_each_get_a_graph() -> None:
 
         nodes = {}
         for kind, cache in rounds.caches.items():
-            for key, captured in cache._units.items():
+            for key, captured in cache._graphs.items():
                 assert captured.graph is not None, f"{key} runs eagerly"
                 assert key.geometry == (TARGET if kind == "main" else DRAFT)
                 nodes[kind] = {node.name for node in captured.graph.nodes}

@@ -78,6 +78,28 @@ def test_addresses_of_a_captured_unit_never_change() -> None:
         store.check()
 
 
+@pytest.mark.parametrize("call", ["begin_capture", "end_capture"])
+def test_an_interrupted_capture_is_aborted(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C15.1: an interrupt as soon as the capture began or ended; the stream is free and the shape can be captured."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        original = getattr(store.device, call)
+
+        def interrupt(stream: pk.Stream) -> None:
+            original(stream)
+            raise KeyboardInterrupt
+
+        cache = GraphCache(store, ToyModel(store))
+        key = key_for(CONFIG, unit="decode", route="decode", batch=1, width=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(store.device, call, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                cache.unit(key)
+
+        assert not store.stream.is_capturing
+        assert cache.unit(key).graph is not None
+        store.check()
+
+
 def test_enqueue_must_ask_for_the_same_buffers() -> None:
     """C15.1: capture may not meet a buffer that warm-up did not make."""
 

@@ -66,7 +66,7 @@ def test_results_are_not_read_before_they_are_there(device_mode: int | None) -> 
         loop = DecodeLoop(store, ToyModel(store))
         sequence = store.activate(prompt_tokens=16, output_tokens=4)
         loop.prefill(sequence, range(16))
-        (captured,) = loop.graphs._units.values()
+        (captured,) = loop.graphs._graphs.values()
         control, batch = captured.unit.control, store.batch([sequence])
         control.egress_host[:] = -7
         unit = store.begin_unit(batch, 2, name="prefill")

@@ -45,7 +45,7 @@ def test_units_of_every_shape_share_workspace_and_control_words() -> None:
     with pk.open_store(config_of(pk.ExplicitCapacity(1920)), device="cpu") as store:
         cache = capture_all(store, Nothing())
         address = store.device.address
-        units = [captured.unit for captured in cache._units.values()]
+        units = [captured.unit for captured in cache._graphs.values()]
 
         assert {address(unit.table_rows) for unit in units} == {address(store.control_ingress)}
         assert {address(unit.accepted) for unit in units} == {address(store.control_egress)}

@@ -355,7 +355,7 @@ def decode_by_polling(device: CpuDevice) -> None:
         sequence = stage.store.activate(prompt_tokens=62, output_tokens=4)
         loop.prefill(sequence, range(62))
         (token,) = loop.step([sequence])[sequence][:1]
-        captured = next(unit for key, unit in loop.graphs._units.items() if key.unit == "decode")
+        captured = next(unit for key, unit in loop.graphs._graphs.items() if key.unit == "decode")
         batch, text = stage.store.batch([sequence]), [token]
         for _ in range(2):
             unit = stage.store.begin_unit(batch, 1, name="decode")
