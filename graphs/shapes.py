@@ -1,8 +1,8 @@
-"""Which rows join which graph: shapes are rounded up so that few graphs serve every batch.
+"""Shapes of units: rounded up, so that few graphs serve every batch.
 
-A batch of b rows runs in the smallest power of two that holds it (at most C): the entries beyond b
-are inert, read no table and write no cache byte (C14.4).  A prefill chunk of n tokens runs in the
-smallest width 16, 32, 64, ... that holds it, at most the chunk.
+A batch of b rows runs in the smallest power of two that holds it, at most C.  The entries beyond b are inert: they
+read no table and write no cache byte (C14.4).  A prefill chunk of n tokens runs in the smallest width of 16, 32, 64,
+... that holds it, at most the chunk.
 """
 
 from __future__ import annotations

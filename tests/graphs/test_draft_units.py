@@ -18,10 +18,9 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop, GraphCache, Unit
 from pagedkv.graphs.key import key_for
-from tests.bf16 import bf16_from_f32
 from tests.oracle.attention_oracle import CONTEXT_CRITERION, attend_context, stored_rows
 from tests.placement import shuffle_placement
-from tests.toy_model import TABLE_ROWS, ToyModel, toy_mix, toy_project, toy_sample, toy_start
+from tests.toy_model import ToyModel, prefilled, prompt, random_table, toy_mix, toy_project, toy_sample, toy_start
 
 TARGET = pk.KVGeometry(layers=2, query_heads=24, kv_heads=4, head_dim=64)
 DRAFT = pk.KVGeometry(layers=2, query_heads=16, kv_heads=8, head_dim=128)
@@ -55,7 +54,7 @@ class ToyDraft:
         self.pool = next(pool for pool in store.config.pools if pool.name == "draft")
         geometry = self.pool.geometry
         rng = np.random.default_rng(31)
-        self.tables = [_table(store, rng, heads, geometry.head_dim)
+        self.tables = [random_table(store, rng, heads, geometry.head_dim)
                        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)]
         self.counts = store.device.zeros((store.config.max_concurrency,), np.int32, name="counts")
         self.last: dict[str, Any] = {}
@@ -106,15 +105,14 @@ class Rounds:
                        "context": GraphCache(store, self.context, use_graphs=use_graphs)}
         self.texts: dict[pk.Sequence, list[int]] = {}
 
-    def start(self, prompt: list[int], *, output_tokens: int) -> pk.Sequence:
+    def start(self, ids: list[int], output_tokens: int) -> pk.Sequence:
         """Activate, prefill the target, and append the prompt to the draft pool."""
-        sequence = self.store.activate(prompt_tokens=len(prompt), output_tokens=output_tokens)
-        self.loop.prefill(sequence, prompt)
+        sequence = prefilled(self.loop, ids, output_tokens)
         self.texts[sequence] = []
-        for first in range(0, len(prompt), 16):
-            chunk = np.zeros((1, 16), np.int32)
-            chunk[0, : len(prompt[first : first + 16])] = prompt[first : first + 16]
-            self.append(self.store.batch([sequence]), chunk, [len(prompt[first : first + 16])])
+        for first in range(0, len(ids), 16):
+            chunk = ids[first : first + 16]
+            tokens = np.array([chunk + [0] * (16 - len(chunk))], np.int32)
+            self.append(self.store.batch([sequence]), tokens, [len(chunk)])
         return sequence
 
     def run(self, kind: str, batch: pk.Batch, tokens: Ints, *, live: list[int], written: list[int]) -> Ints:
@@ -153,24 +151,12 @@ class Rounds:
             self.texts[sequence] += [token for row in rows for token in row]
 
 
-def _table(store: pk.Store, rng: np.random.Generator, heads: int, head_dim: int) -> Any:
-    values = bf16_from_f32(rng.standard_normal((TABLE_ROWS, heads, head_dim)).astype(np.float32))
-    table = store.device.empty(values.shape, np.uint16)
-    store.device.copy(table, values, store.stream)
-    return table
-
-
 def host(store: pk.Store, array: Any) -> npt.NDArray[Any]:
     """Copy a device array to the host, after everything on the stream."""
     copy = np.empty(array.shape, array.dtype)
     store.device.copy(copy, array, store.stream)
     store.stream.synchronize()
     return copy
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(0, 1009, tokens).tolist()
-    return ids
 
 
 ACCEPTED = ([5, 1, 0], [2, 5, 3], [0, 4, 5], [1, 1, 1], [5, 5, 5])
@@ -180,7 +166,7 @@ def speculate(store: pk.Store, chosen: list[int], *, use_graphs: bool = True) ->
     """Run the rounds of ACCEPTED for some of three sequences, in one batch."""
     rounds = Rounds(store, use_graphs=use_graphs)
     lengths = (61, 130, 510)
-    sequences = [rounds.start(prompt(lengths[index], index), output_tokens=40) for index in chosen]
+    sequences = [rounds.start(prompt(lengths[index], index), 40) for index in chosen]
     for accepted in ACCEPTED:
         rounds.round(sequences, [accepted[index] for index in chosen])
     for sequence in sequences:
@@ -220,7 +206,7 @@ def test_a_draft_block_meets_the_criterion_through_the_store() -> None:
     """C14.5, codecs 7: every row of a unit's last layer against FP64 over the pages that the store names."""
     with opened() as store:
         rounds = Rounds(store)
-        sequences = [rounds.start(prompt(length, length), output_tokens=40) for length in (61, 530)]
+        sequences = [rounds.start(prompt(length, length), 40) for length in (61, 530)]
         rounds.round(sequences, [3, 5])
         rounds.run("draft", store.batch(sequences), np.ones((2, WIDTH), np.int32), live=[WIDTH, 2], written=[0, 0])
         store.commit(rounds.unit, {"draft": 0})
@@ -245,7 +231,7 @@ def test_target_and_draft_of_other_heads_each_get_a_graph() -> None:
     """S17: 24Q/4KV beside 16Q/8KV: both are captured, under keys of their own geometry; neither runs eagerly."""
     with opened() as store:
         rounds = Rounds(store)
-        sequence = rounds.start(prompt(70, 1), output_tokens=40)
+        sequence = rounds.start(prompt(70, 1), 40)
         for _ in range(3):
             rounds.round([sequence], [2])
 
@@ -286,7 +272,7 @@ def test_a_hundred_alternating_steps_keep_to_their_own_pool() -> None:
     """S9: each device table names pages of its own pool, the ledger's, through 100 draft and target steps."""
     with opened(max_context=256) as store:
         rounds = Rounds(store)
-        sequences = [rounds.start(prompt(length, length), output_tokens=120) for length in (60, 63, 9)]
+        sequences = [rounds.start(prompt(length, length), 120) for length in (60, 63, 9)]
         batch = store.batch(sequences)
         tokens = np.zeros((3, 1), np.int32)
         for step in range(100):
@@ -313,7 +299,7 @@ def test_speculation_up_to_the_last_position_writes_nothing_past_the_row() -> No
     """S79, C11.2: S = 128, provisional columns 124..128: the one at 128 is inert, and L and entitlement stay 2."""
     with opened(max_context=128, concurrency=2) as store:
         rounds = Rounds(store)
-        sequence, neighbour = (rounds.start(prompt(124, seed), output_tokens=4) for seed in range(2))
+        sequence, neighbour = (rounds.start(prompt(124, seed), 4) for seed in range(2))
         batch = store.batch([sequence])
         tables = {pool: host(store, table) for pool, table in store.block_tables.items()}
         before = _planes(store)
