@@ -1,7 +1,7 @@
-"""Speculation on a device: which bytes a consumer reads after verify, reject, trim and truncate.  (C9.6, C9.10, C13)
+"""Speculation on a device: the bytes that a consumer reads after verify, reject, trim and truncate.  (C9.6, C9.10, C13)
 
-Every row that is written says who wrote it: its pool, its position and the number of its launch.  A consumer reads
-through the table; what it finds below the frontier must be what was accepted last.
+A tag in every written row names its position and the number of its launch.  A consumer reads through the table; below
+the frontier it must read the rows that were accepted last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
 from pagedkv.graphs.key import key_for
 from tests.placement import shuffle_placement
-from tests.toy_model import ToyModel
+from tests.toy_model import ToyModel, decode_all, prefilled
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=16)
 DRAFT = pk.DraftFullBackend(pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=64))
@@ -30,7 +30,7 @@ Tags = npt.NDArray[np.int64]
 def opened(
     backend: pk.MTPBackend | pk.DraftFullBackend | None, *, max_context: int = 320, geometry: pk.KVGeometry = GEOMETRY
 ) -> Iterator[pk.Store]:
-    """Open a store of two rows and scattered pages in sanitizer mode: a page that nobody wrote is NaN."""
+    """Open a store of two rows and scattered pages in sanitizer mode: an unwritten page is NaN."""
     config = pk.StoreConfig(geometry, profile="bf16", max_context=max_context, max_concurrency=2, backend=backend,
                             kv_capacity=pk.ExplicitCapacity(2 * -(-max_context // 64) * 64), sanitizer=True)
     with pk.open_store(config, device="cpu") as store:
@@ -58,9 +58,9 @@ def append_tags(store: pk.Store, pool: str, row: int, first: int, width: int, li
 
 
 def read_tags(store: pk.Store, pool: str, row: int, tokens: int) -> Tags:
-    """Return (tokens, 2): position and launch of what a consumer finds below a frontier; every copy must agree."""
+    """Return (tokens, 2): position and launch of each row that a consumer reads below a frontier; all planes agree."""
     store.stream.synchronize()
-    found = []
+    planes = []
     for view in store.views[pool]:
         for plane in (view.k_pages, view.v_pages):
             by_page = plane if view.order == "page-major" else np.moveaxis(plane, 1, 0)
@@ -68,15 +68,15 @@ def read_tags(store: pk.Store, pool: str, row: int, tokens: int) -> Tags:
             for position in range(tokens):
                 page_id = int(store.block_tables[pool][row, position >> 6])
                 rows[position] = by_page[page_id, :, position & 63]
-            found.append(rows.reshape(tokens, view.kv_heads * view.head_dim // 4, 4))
-    tags: Tags = found[0][:, 0, :2]
-    for rows in found:
+            planes.append(rows.reshape(tokens, view.kv_heads * view.head_dim // 4, 4))
+    tags: Tags = planes[0][:, 0, :2]
+    for rows in planes:
         assert (rows[..., :2] == tags[:, None]).all(), "heads, planes or layers of a position disagree"
     return tags
 
 
 class Tagged:
-    """A sequence whose every row is tagged, and what a consumer must find of it."""
+    """A sequence with a tag in every row, and the tags that a consumer must read."""
 
     def __init__(self, store: pk.Store, prompt_tokens: int, output_tokens: int) -> None:
         self.store = store
@@ -85,15 +85,14 @@ class Tagged:
         self.launches = 0
 
     def unit(self, columns: dict[str, int], accepted: dict[str, int]) -> None:
-        """Write columns in every named pool, accept some, and remember those."""
+        """Write columns in every named pool, accept some, and expect those."""
         batch = self.store.batch([self.sequence])
         unit = self.store.begin_unit(batch, columns)
         self.launches += 1
         for pool, count in columns.items():
             first = int(unit.first_positions[pool][0])
             append_tags(self.store, pool, self.sequence.row, first, max(count, 1), count, self.launches)
-            kept = range(first, first + accepted[pool])
-            self.expected[pool] += [(position, self.launches) for position in kept]
+            self.expected[pool] += [(position, self.launches) for position in range(first, first + accepted[pool])]
         self.store.wait(unit)
         self.store.commit(unit, accepted)
 
@@ -110,8 +109,8 @@ class Tagged:
         """Read every pool through its table and compare."""
         for pool, expected in self.expected.items():
             assert self.store.committed_tokens(self.sequence, pool) == len(expected)
-            found = read_tags(self.store, pool, self.sequence.row, len(expected))
-            assert found.tolist() == [list(tag) for tag in expected], f"pool {pool}"
+            tags = read_tags(self.store, pool, self.sequence.row, len(expected))
+            assert tags.tolist() == [list(tag) for tag in expected], f"pool {pool}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=["mtp", "draft"])
@@ -162,16 +161,16 @@ def test_s85_a_hand_over_rewrites_what_the_draft_left_behind() -> None:
         with pytest.raises(pk.MisuseError, match="truncate it first"):
             store.snapshot(row.sequence)
         row.truncate("mtp", 70)
-        kept = store.finish(row.sequence, retain=True, state="complete")
-        assert kept is not None
-        assert store.committed_tokens(kept, "mtp") <= store.committed_tokens(kept)
+        saved = store.finish(row.sequence, retain=True, state="complete")
+        assert saved is not None
+        assert store.committed_tokens(saved, "mtp") <= store.committed_tokens(saved)
 
-        row.sequence = store.activate(source=kept, prompt_tokens=20, output_tokens=10)
+        row.sequence = store.activate(source=saved, prompt_tokens=20, output_tokens=10)
         row.compare()
         row.unit({"main": 5, "mtp": 5}, {"main": 5, "mtp": 5})
         row.compare()
         store.finish(row.sequence)
-        row.sequence = store.activate(source=kept, prompt_tokens=20, output_tokens=10, keep_source=False)
+        row.sequence = store.activate(source=saved, prompt_tokens=20, output_tokens=10, keep_source=False)
         for tags in row.expected.values():
             del tags[70:]
         row.compare()
@@ -227,13 +226,13 @@ def test_a_terminal_round_hands_its_bytes_to_the_continuation() -> None:
             append_tags(store, pool, row.sequence.row, 126, count, count, 2)
         store.wait(unit)
         store.commit(unit, {"main": 2, "mtp": 1})
-        kept = store.finish(row.sequence, retain=True, state="complete")
-        assert kept is not None
+        saved = store.finish(row.sequence, retain=True, state="complete")
+        assert saved is not None
 
         assert {pool: whole[pool] - numbers["available_pages"] for pool, numbers in store.memory_summary().items()} == {
             "main": 2, "mtp": 2,
         }  # fmt: skip
-        row.sequence = store.activate(source=kept, prompt_tokens=0, output_tokens=10, keep_source=False)
+        row.sequence = store.activate(source=saved, prompt_tokens=0, output_tokens=10, keep_source=False)
         row.expected["main"] += [(126, 2), (127, 2)]
         row.expected["mtp"] += [(126, 2)]
         row.compare()
@@ -243,17 +242,16 @@ def test_a_terminal_round_hands_its_bytes_to_the_continuation() -> None:
 
 
 def verify(store: pk.Store, loop: DecodeLoop, sequence: pk.Sequence, tokens: list[int]) -> list[int]:
-    """Run one verify unit in the decode route; return the token sampled after each column, nothing committed."""
+    """Run one verify unit in the decode route, commit the accepted columns; return the token sampled after each."""
     width = len(tokens)
     key = key_for(store.config, unit="verify", route="decode", batch=1, width=width)
-    captured = loop.graphs.unit(key)
+    graph = loop.graphs.unit(key)
     batch = store.batch([sequence])
     unit = store.begin_unit(batch, width, name="verify")
-    captured.unit.control.write(batch.rows, unit.first_positions["main"], unit.columns["main"],
-                                np.array([tokens], np.int32))
-    captured.run()
+    graph.unit.control.write(batch.rows, unit.first_positions["main"], width, np.array([tokens], np.int32))
+    graph.run()
     store.wait(unit)
-    sampled: list[int] = captured.unit.control.read_next_tokens(1)[0].tolist()
+    sampled: list[int] = graph.unit.control.read_next_tokens(1)[0].tolist()
     agreed = next((index for index, token in enumerate(tokens[1:]) if token != sampled[index]), width - 1)
     store.commit(unit, 1 + agreed)
     store.trim(batch)
@@ -261,12 +259,10 @@ def verify(store: pk.Store, loop: DecodeLoop, sequence: pk.Sequence, tokens: lis
 
 
 def plain(prompt: list[int], new_tokens: int) -> list[int]:
-    """Return what a fresh run says, one token a step."""
+    """Return the tokens of a fresh run, one token a step."""
     with opened(pk.MTPBackend(5), geometry=TOY) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=len(prompt), output_tokens=new_tokens)
-        loop.prefill(sequence, prompt)
-        return [token for tokens in loop.decode([sequence]) for token in tokens[sequence]]
+        return decode_all(loop, [prefilled(loop, prompt, new_tokens)])[0]
 
 
 TOY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
@@ -280,22 +276,20 @@ def test_94_a_stop_at_a_page_boundary_continues_like_a_fresh_run(drafts: Callabl
     reference = plain(prompt, 40)
     with opened(pk.MTPBackend(5), geometry=TOY) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        first = store.activate(prompt_tokens=63, output_tokens=40)
-        loop.prefill(first, prompt)
+        first = prefilled(loop, prompt, 40)
         start = loop.last_token(first)
         assert start == reference[0]
-        said = verify(store, loop, first, [start, *drafts(reference[1:6])])
-        assert said == reference[1 : 1 + len(said)]
+        verified = verify(store, loop, first, [start, *drafts(reference[1:6])])
+        assert verified == reference[1 : 1 + len(verified)]
         store.truncate(first, 64)
         assert len(store.page_ids(first)) == 1
-        kept = store.finish(first, retain=True, state=reference[1])
-        assert kept is not None
+        saved = store.finish(first, retain=True, state=reference[1])
+        assert saved is not None
 
-        second = store.activate(source=kept, prompt_tokens=0, output_tokens=39)
-        assert store.page_ids(second) == store.page_ids(kept)
+        second = store.activate(source=saved, prompt_tokens=0, output_tokens=39)
+        assert store.page_ids(second) == store.page_ids(saved)
         loop.resume(second, reference[1])
-        text = [token for tokens in loop.decode([second]) for token in tokens[second]]
-    assert text == reference[2:]
+        assert decode_all(loop, [second]) == [reference[2:]]
 
 
 def test_speculated_equals_plain(seed: int) -> None:
@@ -305,13 +299,12 @@ def test_speculated_equals_plain(seed: int) -> None:
     reference = plain(prompt, 150)
     with opened(pk.MTPBackend(5), geometry=TOY) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=50, output_tokens=150)
-        loop.prefill(sequence, prompt)
-        said = [loop.last_token(sequence)]
-        while len(said) < 150:
-            columns = min(6, 150 - len(said))
-            draft = [token if rng.random() < 0.7 else 0 for token in reference[len(said) : len(said) + columns - 1]]
-            said += verify(store, loop, sequence, [said[-1], *draft])
-            assert store.committed_tokens(sequence) == 50 + len(said) - 1
+        sequence = prefilled(loop, prompt, 150)
+        text = [loop.last_token(sequence)]
+        while len(text) < 150:
+            columns = min(6, 150 - len(text))
+            draft = [token if rng.random() < 0.7 else 0 for token in reference[len(text) : len(text) + columns - 1]]
+            text += verify(store, loop, sequence, [text[-1], *draft])
+            assert store.committed_tokens(sequence) == 50 + len(text) - 1
 
-    assert said == reference
+    assert text == reference

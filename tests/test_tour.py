@@ -1,7 +1,6 @@
 """The newcomer's walk: from a configuration to tokens, one idea a test, in reading order.
 
-Read this beside the README.  Everything here runs on the `cpu` device, with the kernels that a GPU
-would run, compiled by the system's C++ compiler.
+Everything here runs on the `cpu` device, with the kernels of a GPU, compiled by the system's C++ compiler.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def test_7_a_loop_decodes_by_replaying_one_graph() -> None:
                 texts[sequence] += new
 
         first, second = texts.values()
-        assert first == second, "equal prompts in one batch say the same"
+        assert first == second, "equal prompts in one batch decode the same"
         assert len(first) == 9
         decode = [runs for key, runs in loop.graphs.replays().items() if key.startswith("decode")]
         assert decode == [8]

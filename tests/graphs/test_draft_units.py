@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import DecodeLoop, GraphCache, Unit
+from pagedkv.graphs import DecodeLoop, GraphCache, Model, Unit
 from pagedkv.graphs.key import key_for
 from tests.oracle.attention_oracle import CONTEXT_CRITERION, attend_context, stored_rows
 from tests.placement import shuffle_placement
@@ -93,16 +93,15 @@ class Rounds:
     """Prefilled sequences and the three units of a round, graphs or eager.
 
     Attributes:
-        texts: what each sequence drafted and verified, token by token.
+        texts: the drafted and verified tokens of each sequence.
     """
 
     def __init__(self, store: pk.Store, *, use_graphs: bool = True) -> None:
         self.store = store
         self.target, self.draft, self.context = ToyModel(store), ToyDraft(store), ToyContext(store)
         self.loop = DecodeLoop(store, self.target, use_graphs=use_graphs, prefill_chunk=16)
-        self.caches = {"main": GraphCache(store, self.target, use_graphs=use_graphs),
-                       "draft": GraphCache(store, self.draft, use_graphs=use_graphs),
-                       "context": GraphCache(store, self.context, use_graphs=use_graphs)}
+        models: dict[str, Model] = {"main": self.target, "draft": self.draft, "context": self.context}
+        self.caches = {kind: GraphCache(store, model, use_graphs=use_graphs) for kind, model in models.items()}
         self.texts: dict[pk.Sequence, list[int]] = {}
 
     def start(self, ids: list[int], output_tokens: int) -> pk.Sequence:
@@ -120,13 +119,12 @@ class Rounds:
         pool = "main" if kind == "main" else "draft"
         width = tokens.shape[1]
         key = key_for(self.store.config, unit=kind, route="decode", batch=len(batch), width=width, pool=pool)
-        captured = self.caches[kind].unit(key)
+        graph = self.caches[kind].unit(key)
         self.unit = self.store.begin_unit(batch, {pool: written}, name=kind)
-        control = captured.unit.control
-        control.write(batch.rows, self.unit.first_positions[pool], np.array(live, np.int32), tokens)
-        captured.run()
+        graph.unit.control.write(batch.rows, self.unit.first_positions[pool], np.array(live, np.int32), tokens)
+        graph.run()
         self.store.wait(self.unit)
-        return control.read_next_tokens(len(batch))
+        return graph.unit.control.read_next_tokens(len(batch))
 
     def append(self, batch: pk.Batch, tokens: Ints, counts: list[int]) -> None:
         """Append the first counts[b] columns to the draft pool and commit them."""
@@ -136,7 +134,7 @@ class Rounds:
         self.store.commit(self.unit, {"draft": counts})
 
     def round(self, sequences: list[pk.Sequence], accepted: list[int]) -> None:
-        """Draft a block, verify it, accept as told, append what was accepted."""
+        """Draft a block, verify it, accept some columns, append those to the draft pool."""
         batch = self.store.batch(sequences)
         tokens = np.array([[(7 * column + len(self.texts[sequence])) % 1009 for column in range(WIDTH)]
                            for sequence in sequences], np.int32)
@@ -175,13 +173,13 @@ def speculate(store: pk.Store, chosen: list[int], *, use_graphs: bool = True) ->
 
 
 @pytest.mark.deferred
-def test_replayed_rounds_say_what_eager_ones_say() -> None:
+def test_replayed_and_eager_rounds_decode_the_same() -> None:
     """C14.6, C15.3: draft, verify and context append, across pages and key groups, accepting 0 to W columns."""
     with opened() as store:
         assert speculate(store, [0, 1, 2]) == speculate(store, [0, 1, 2], use_graphs=False)
 
 
-def test_a_batch_of_drafts_says_what_each_row_says_alone() -> None:
+def test_each_row_of_a_batch_of_drafts_decodes_as_it_does_alone() -> None:
     """C14.6: the other rows of a round change no bit of draft or verify."""
     with opened() as store:
         together = speculate(store, [2, 0, 1])
@@ -237,10 +235,10 @@ def test_target_and_draft_of_other_heads_each_get_a_graph() -> None:
 
         nodes = {}
         for kind, cache in rounds.caches.items():
-            for key, captured in cache._graphs.items():
-                assert captured.graph is not None, f"{key} runs eagerly"
+            for key, unit in cache._graphs.items():
+                assert unit.graph is not None, f"{key} runs eagerly"
                 assert key.geometry == (TARGET if kind == "main" else DRAFT)
-                nodes[kind] = {node.name for node in captured.graph.nodes}
+                nodes[kind] = {node.name for node in unit.graph.nodes}
         assert {"main": 1, "draft": 1, "context": 2} == {kind: len(cache.replays()) for kind, cache
                                                          in rounds.caches.items()}
         assert {"causal_attention_decode", "append_rows"} <= nodes["main"]
@@ -289,9 +287,9 @@ def test_a_hundred_alternating_steps_keep_to_their_own_pool() -> None:
                         assert ids == table[sequence.row, : len(ids)].tolist()
                         assert all(0 <= page < pool.pages for page in ids)
 
-        mine = [[set(store.page_ids(sequence, pool)) for sequence in sequences] for pool in ("main", "draft")]
-        assert all(a.isdisjoint(b) for own in mine for a, b in ((own[0], own[1]), (own[1], own[2])))
-        assert mine[0] != mine[1]
+        main, draft = ([set(store.page_ids(sequence, pool)) for sequence in sequences] for pool in ("main", "draft"))
+        assert all(a.isdisjoint(b) for own in (main, draft) for a, b in ((own[0], own[1]), (own[1], own[2])))
+        assert main != draft
         assert [160, 163, 109] == [store.committed_tokens(sequence, "draft") for sequence in sequences]
 
 
@@ -337,7 +335,7 @@ def _planes(store: pk.Store) -> dict[tuple[str, int, str], npt.NDArray[Any]]:
 # ---- keys and refusals ---------------------------------------------------------------------------------------------
 
 
-def test_a_draft_key_is_of_the_drafts_shape() -> None:
+def test_the_key_of_a_draft_has_the_shape_of_the_draft_pool() -> None:
     """C15.2: profile, geometry and scale of the pool; target and draft never share a graph."""
     with opened(profile="k8v4") as store:
         keys = {pool: key_for(store.config, unit="u", route="decode", batch=1, width=1, pool=pool)

@@ -26,7 +26,7 @@ def opened(*, growth: bool, max_context: int = 20_480, concurrency: int = 2, win
 
 
 def unbounded(ids: list[int], new_tokens: int) -> list[int]:
-    """Return what a store without growth says, in which the sequence is alone."""
+    """Return the tokens of the sequence alone in a store without growth."""
     with opened(growth=False) as store:
         loop = DecodeLoop(store, ToyModel(store))
         return decode_all(loop, [prefilled(loop, ids, new_tokens)])[0]
@@ -38,9 +38,9 @@ def available(store: pk.Store) -> int:
 
 
 def test_59_a_long_output_in_a_tight_pool_ends_with_length_and_the_right_tokens() -> None:
-    """59: a budget of 20,000 tokens, 7 pages: admitted with growth only; what it says is how the unbounded run begins.
+    """59: a budget of 20,000 tokens, 7 pages: admitted with growth only; its tokens begin those of the unbounded run.
 
-    Of 320 pages another sequence holds 313.  The pages cover 448 tokens, and the last sampled one is never written.
+    Another sequence holds 313 of 320 pages.  The other 7 cover 448 tokens; the last sampled token is never written.
     """
     ids = prompt(60, 1)
     with opened(growth=False) as store:
@@ -80,7 +80,7 @@ def test_60_two_lanes_extend_in_turn_and_end_apart() -> None:
 
 
 def test_a_lane_that_ends_gives_the_other_what_it_needs() -> None:
-    """C9.2, C16.10: entitlement comes back with the end of a sequence, and a short row grows on it."""
+    """C9.2, C16.10: the end of a sequence returns its entitlement, and a short row grows by it."""
     with opened(growth=True, max_context=1024) as store:
         loop = DecodeLoop(store, ToyModel(store))
         blocker = store.activate(prompt_tokens=12 * 64, output_tokens=0)
