@@ -11,10 +11,10 @@ from pagedkv.ledger.ledger import StoreLedgers
 class Picture:
     """The membership of every row, and every leased page group, as the events of a store tell them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kinds: Counter[str] | None = None) -> None:
         self.rows: dict[tuple[str, int], dict[int, int]] = {}
         self.leased: dict[str, set[int]] = {}
-        self.kinds: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter() if kinds is None else kinds
         self.events: list[pk.PageEvent] = []
 
     def __call__(self, event: pk.PageEvent) -> None:

@@ -11,10 +11,11 @@ from pagedkv.ledger.activation import ActivationTarget
 from pagedkv.ledger.events import EVENT_KINDS, PageEvent, PageEvents
 from pagedkv.ledger.ledger import StoreLedgers
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend
-from tests.host.builders import DRAFT_GEOMETRY, activate, begin, make_ledgers, refused, trim, write
-from tests.host.operations_walk import OperationsWalk
+from tests.host.builders import activate, begin, make_ledgers, refused, trim, write
 from tests.host.picture import Picture
+from tests.host.walking import walk_events
+
+ROUNDS, EVENTS = 12, 250
 
 
 def watched(ledgers: StoreLedgers) -> Picture:
@@ -173,27 +174,23 @@ def test_what_is_aborted_or_refused_is_in_no_event() -> None:
     assert dict(ledgers.spaces["main"].events.pages) == counts
 
 
-@pytest.mark.parametrize("backend", [None, MTPBackend(5), DraftFullBackend(DRAFT_GEOMETRY)])
-def test_a_picture_from_events_alone_is_what_the_store_holds(backend: Backend | None, seed: int) -> None:
-    """After every step of a random run: rows, leases, and counters that add up to what is leased.  (C9.6, C13.3)"""
-    kinds: set[str] = set()
-    for round_seed in range(seed, seed + 6):
-        ledgers = make_ledgers(max_context=320, max_concurrency=4, tokens=1024, backend=backend)
-        picture = watched(ledgers)
-        walk = OperationsWalk(ledgers, round_seed)
-        for _ in range(300):
-            walk.step()
-            ledgers.events.deliver()
-            picture.compare(ledgers)
-        for spaces in ledgers.spaces.values():
-            pages = spaces.events.pages
-            assert pages["materialize"] - pages["trim"] - pages["release"] == spaces.pool.allocated
-        walk.end()
-        ledgers.events.deliver()
-        picture.compare(ledgers)
-        kinds |= {kind for kind, count in picture.kinds.items() if count}
+def test_a_picture_from_events_alone_is_what_the_store_holds(seed: int) -> None:
+    """After every event of a random walk: rows, leases, and counters that add up to what is leased.  (C9.6, C13.3)"""
+    picture, backends = Picture(), set()
+    for round_seed in range(seed, seed + ROUNDS):
+        picture = Picture(kinds=picture.kinds)
+        for number, walk in enumerate(walk_events(round_seed, EVENTS)):
+            if number == 0:
+                walk.store.observe(picture)
+                backends.add(walk.shape.backend)
+            picture.compare(walk.store._ledgers)
+            for pool, counts in walk.store.event_counts().items():
+                pages = {kind: count["pages"] for kind, count in counts.items()}
+                leased = walk.store.memory_summary()[pool]["allocated_pages"]
+                assert pages["materialize"] - pages["trim"] - pages["release"] == leased
 
-    assert kinds == {"materialize", "publish", "trim", "release"}
+    assert set(picture.kinds) == {"materialize", "publish", "trim", "release"}
+    assert backends == {"", "mtp", "draft"}
 
 
 def test_kinds_are_a_closed_set() -> None:

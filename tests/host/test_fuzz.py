@@ -1,6 +1,6 @@
-"""A store against the model, at random; and bugs planted in the library, each of which a walk must find.
+"""A store against the model, at random.  (C5-C13, C16; S30, S31, S86)
 
-A walk that finds nothing is evidence only if it would find something.  (C5-C13, C16; S30, S31, S86)
+A walk that finds nothing is evidence only if it would find something: that is shown by `tests/mutants`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from pagedkv.tools.fuzz import SHORTEN_SECONDS, Walk, fuzz
 from pagedkv.tools.fuzz_events import Event, WalkShape
 from pagedkv.tools.latched_store import ANSWERED, CALLS
 from pagedkv.tools.shortest import shortest
-from tests.host.planted import PLANTED, Planted
 
 HALVES = 2
 EVENTS = 25_000
-EVENTS_PLANTED = 10_000
 EVENTS_LONG = 100_000
 SEEDS_LONG = 10
 
@@ -53,14 +51,16 @@ def test_a_long_random_walk_agrees_with_the_model(seed: int, number: int) -> Non
     fuzz(seed + HALVES + number, EVENTS_LONG)
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=[planted.what for planted in PLANTED])
-def test_a_planted_bug_is_found(planted: Planted, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 10,000 events, by whatever it breaks first."""
-    planted.plant(monkeypatch)
+@pytest.fixture
+def shrinks_too_little(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A pool whose reservations shrink by one page less than they should."""
+    shrink = PagePool.shrink
 
-    with pytest.raises(FuzzFound) as found:
-        fuzz(seed, EVENTS_PLANTED, shorten_seconds=0)
-    print(f"{planted.what}: {found.value.finding.message}")
+    def broken(pool: PagePool, pages: int) -> None:
+        shrink(pool, max(pages - 1, 0))
+
+    monkeypatch.setattr(PagePool, "shrink", broken)
+    return monkeypatch
 
 
 def test_a_walk_is_repeated_by_its_seed(seed: int) -> None:
@@ -68,20 +68,19 @@ def test_a_walk_is_repeated_by_its_seed(seed: int) -> None:
     assert fuzz(seed, 500) == fuzz(seed, 500)
 
 
-def test_a_finding_comes_with_a_history_that_cannot_be_shorter(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrink gives back one page less: an activation and a finish show it, and no event of the rest is told."""
-    planted = Planted("", PagePool, "shrink", "self.reserved -= pages", "self.reserved -= max(pages - 1, 0)")
-    planted.plant(monkeypatch)
-
+def test_a_finding_comes_with_a_history_that_cannot_be_shorter(
+    seed: int, shrinks_too_little: pytest.MonkeyPatch
+) -> None:
+    """An activation and a finish show it, and no event of the rest is told."""
     with pytest.raises(FuzzFound) as found:
-        fuzz(seed, EVENTS_PLANTED, shorten_seconds=SHORTEN_SECONDS)
+        fuzz(seed, 10_000, shorten_seconds=SHORTEN_SECONDS)
     finding = found.value.finding
 
     assert [event.kind for event in finding.shortest] == ["activate"]  # all is finished after the last event
     assert f"seed {seed}" in str(finding)
     assert all(str(event) in str(finding) for event in (*finding.last, *finding.shortest))
     assert all(line in str(finding) for line in finding.journal)
-    monkeypatch.undo()
+    shrinks_too_little.undo()
     report = pk.replay_journal(finding.journal)
     assert report.difference is not None, "the ledgers as they should be answer otherwise"
 
@@ -133,10 +132,10 @@ def test_the_command_prints_counts() -> None:
     assert sum(told["counts"].values()) > 300
 
 
+@pytest.mark.usefixtures("shrinks_too_little")
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_finding_of_the_command_is_exit_code_1(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_of_the_command_is_exit_code_1(options: list[str]) -> None:
     """With the seed and the history, in both forms."""
-    Planted("", PagePool, "shrink", "self.reserved -= pages", "self.reserved -= max(pages - 1, 0)").plant(monkeypatch)
     result = CliRunner().invoke(command.main, ["fuzz", "--seed", "3", "--events", "2000", *options])
 
     assert result.exit_code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from pagedkv.errors import StaleHandle
@@ -115,3 +116,14 @@ def test_s25_shared_pages_come_back_with_the_last_reference_and_once(order: tupl
         store.append(sequence, 256)
     ids = [page for sequence in sequences for page in store.page_ids(sequence)]
     assert sorted(ids) == list(range(capacity))
+
+
+def test_the_poison_is_seen() -> None:
+    """A space that names a free page group reads -1, so what the tests of sharing read would show it.  (S7)"""
+    store = SharedLedgers()
+    kept = store.retain(130)
+    page = store.page_ids(kept)[1]
+    store.ledgers.spaces["main"].pool.free_runs.give(np.array([page], np.int32))
+    store.poison()
+
+    assert store.read(kept)[64:128] == [-1] * 64

@@ -1,6 +1,6 @@
 """Small programs that use the library as it is meant, on a deferred device; each ends with the right bytes.
 
-Without a mistake in the product every scene passes under every seed.  With one planted mistake (`mistakes.py`) it
+Without a mistake in the product every scene passes under every seed.  With a mutant of `tests/mutants/order.py` it
 must end in an error that names the operation and the buffer.
 """
 

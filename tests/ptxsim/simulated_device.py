@@ -37,7 +37,7 @@ class SimulatorReport(AssertionError):
     """The emulator's sanitizer found something; `kinds` names the families of what it found."""
 
     def __init__(self, text: str, kinds: set[str]) -> None:
-        super().__init__(text)
+        super().__init__(f"{', '.join(sorted(kinds))}: {text}")
         self.kinds = kinds
 
 
