@@ -24,6 +24,7 @@ from tests.placement import shuffle_placement
 pytestmark = pytest.mark.model
 
 PROMPT_TOKENS = (63, 64, 65, 1000)
+QUICK_TOKENS = (64, 1000)
 NEW_TOKENS = 128
 MAX_CONTEXT = 1280
 
@@ -101,7 +102,10 @@ def together(weights: LlamaWeights, prompts: list[list[int]]) -> list[Said]:
     return generate(weights, prompts)
 
 
-@pytest.mark.parametrize("index", range(len(PROMPT_TOKENS)), ids=[f"{n}-tokens" for n in PROMPT_TOKENS])
+@pytest.mark.parametrize("index", [
+    pytest.param(index, id=f"{tokens}-tokens", marks=() if tokens in QUICK_TOKENS else (pytest.mark.long,))
+    for index, tokens in enumerate(PROMPT_TOKENS)
+])  # fmt: skip
 def test_a_row_alone_says_what_it_says_in_the_batch(
     weights: LlamaWeights, prompts: list[list[int]], together: list[Said], index: int
 ) -> None:

@@ -22,7 +22,7 @@ from tests.placement import shuffle_placement
 pytestmark = pytest.mark.model
 
 MAX_CONTEXT = 512
-PROFILES = ("bf16", "k8v4")
+PROFILES = (pytest.param("bf16", marks=pytest.mark.long), "k8v4")
 
 
 @pytest.fixture(scope="module")

@@ -31,20 +31,23 @@ from tests.mutants.mutant import Catcher, Misplaced, Mutant
 COPIED = ("pagedkv", "graphs", "tools", "cuda_src", "tests", "pyproject.toml", "README.md", ".gitignore")
 TIMEOUT_SECONDS = 120
 EXIT_CAUGHT = 1
+FAILURE = re.compile(r"^(?:(?:FAILED|ERROR) tests/|event |seed \d).*", re.MULTILINE)
+BROKEN = re.compile(r".*(?:NameError: name |SyntaxError: |\berror: ).*")
+"""The output for a mutant that neither Python nor a compiler can read: such a mutant proves nothing."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one catcher made of a mutant, or of nothing planted.
+    """The result of one catcher on a copy of the checkout.
 
     Attributes:
         is_caught: the command failed as it has to.
-        told: what it said first, or why it does not count.
+        message: the first failure, or why the result does not count.
         is_absent: the command needs a tool that is not here.
     """
 
     is_caught: bool
-    told: str
+    message: str
     seconds: float = 0.0
     is_absent: bool = False
 
@@ -72,7 +75,7 @@ class Copy:
             texts = mutant.texts(self.folder)
         except Misplaced as misplaced:
             return [Verdict(False, str(misplaced))]
-        before = {path: (path.read_bytes(), path.stat().st_mtime) for path in texts}
+        originals = {path: (path.read_bytes(), path.stat().st_mtime) for path in texts}
         self._plantings += 1
         try:
             for path, text in texts.items():
@@ -81,7 +84,7 @@ class Copy:
                 os.utime(path, (self._plantings, self._plantings))
             return [self.run(catcher) for catcher in mutant.catchers]
         finally:
-            for path, (content, time_written) in before.items():
+            for path, (content, time_written) in originals.items():
                 path.write_bytes(content)
                 os.utime(path, (time_written, time_written))
 
@@ -97,18 +100,19 @@ class Copy:
             return Verdict(True, f"no end (stopped after {TIMEOUT_SECONDS} s)", TIMEOUT_SECONDS)
         seconds = time.monotonic() - start
         missing = [pattern for pattern in catcher.says if not re.search(pattern, done.stdout)]
+        if broken := BROKEN.search(done.stdout):
+            return Verdict(False, f"the mutant is no program: {broken[0]}", seconds)
         if done.returncode == EXIT_CAUGHT and not missing:
-            failed = re.search(r"^(?:(?:FAILED|ERROR) tests/|event |seed \d).*", done.stdout, flags=re.MULTILINE)
-            return Verdict(True, failed[0] if failed else "it failed", seconds)
-        if done.returncode == 0 and re.search(r"^\d+ skipped", done.stdout, flags=re.MULTILINE):
-            return Verdict(False, "skipped", seconds, is_absent=True)
+            failure = FAILURE.search(done.stdout)
+            return Verdict(True, failure[0] if failure else "it failed", seconds)
         if done.returncode == 0:
-            return Verdict(False, "it passed", seconds)
-        told = f"it ended with {done.returncode}" + (f" and did not say {missing}" if missing else "")
-        return Verdict(False, f"{told}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}", seconds)
+            is_absent = re.search(r"^\d+ skipped", done.stdout, flags=re.MULTILINE) is not None
+            return Verdict(False, "it was skipped" if is_absent else "it passed", seconds, is_absent)
+        message = f"it ended with {done.returncode}" + (f" and did not say {missing}" if missing else "")
+        return Verdict(False, f"{message}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}", seconds)
 
 
-def chosen(clauses: tuple[str, ...], files: tuple[str, ...]) -> list[Mutant]:
+def selected(clauses: tuple[str, ...], files: tuple[str, ...]) -> list[Mutant]:
     """Return the mutants of some clauses ("C9" means every clause of C9) in files whose names contain some text."""
     return [
         mutant
@@ -118,11 +122,11 @@ def chosen(clauses: tuple[str, ...], files: tuple[str, ...]) -> list[Mutant]:
     ]
 
 
-def report(label: str, catcher: Catcher, verdict: Verdict, *, wanted: bool) -> bool:
-    """Print one line; return whether the verdict is the wanted one."""
-    is_right = verdict.is_absent or verdict.is_caught == wanted
-    mark = "absent" if verdict.is_absent else "ok" if is_right else "SURVIVED" if wanted else "FAILS WITHOUT A MUTANT"
-    click.echo(f"{mark:8} {verdict.seconds:5.1f} s  {label} | {catcher} | {verdict.told}")
+def report(label: str, catcher: Catcher, verdict: Verdict, *, expected: bool) -> bool:
+    """Print one line; return whether the verdict is the expected one."""
+    is_right = verdict.is_absent or verdict.is_caught == expected
+    mark = "absent" if verdict.is_absent else "ok" if is_right else "SURVIVED" if expected else "FAILS WITHOUT A MUTANT"
+    click.echo(f"{mark:8} {verdict.seconds:5.1f} s  {label} | {catcher} | {verdict.message}")
     return is_right
 
 
@@ -134,7 +138,7 @@ def report(label: str, catcher: Catcher, verdict: Verdict, *, wanted: bool) -> b
 @click.option("--control/--no-control", default=True, help="Run every catcher without a mutant first.")
 def main(clauses: tuple[str, ...], files: tuple[str, ...], only_list: bool, jobs: int, control: bool) -> None:
     """Plant each listed mutant and name what notices it."""
-    mutants = chosen(clauses, files)
+    mutants = selected(clauses, files)
     if not mutants:
         raise click.UsageError("no mutant is like that")
     if only_list:
@@ -157,13 +161,13 @@ def main(clauses: tuple[str, ...], files: tuple[str, ...], only_list: bool, jobs
                     if control or each.needs_control]  # fmt: skip
         is_right = True
         for catcher, (verdict,) in zip(controls, pool.map(on_a_copy, controls), strict=True):
-            is_right &= report("control", catcher, verdict, wanted=False)
+            is_right &= report("control", catcher, verdict, expected=False)
         if not is_right:
             raise SystemExit("the control fails, so no verdict would count")
         survivors = []
         for mutant, verdicts in zip(mutants, pool.map(on_a_copy, mutants), strict=True):
             label = f"{mutant.clause} {mutant.what}"
-            lines = [report(label, *each, wanted=True) for each in zip(mutant.catchers, verdicts, strict=False)]
+            lines = [report(label, *each, expected=True) for each in zip(mutant.catchers, verdicts, strict=False)]
             if not all(lines):
                 survivors.append(label)
     click.echo(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants caught, "

@@ -54,10 +54,10 @@ def emulated(arguments: str, *says: str) -> Catcher:
 
 def scene(name: str, operation: str, buffer: str, error: str = "StreamHazard") -> Catcher:
     """Return the catcher that runs a scene of `tests/planted`: its error must name the operation and the buffer."""
-    return Catcher(("-m", "tests.mutants.walks", "scene", name, f"^{error}:", operation, buffer))
+    return Catcher(("-m", "tests.mutants.walks", "scene", name, f"^{error}:", operation, buffer), (r"seed \d+: ",))
 
 
-FUZZ = Catcher(("-m", "tests.mutants.walks", "fuzz", str(FUZZ_SEED), str(FUZZ_EVENTS)))
+FUZZ = Catcher(("-m", "tests.mutants.walks", "fuzz", str(FUZZ_SEED), str(FUZZ_EVENTS)), (r"event \d+ of",))
 """The random walk beside the model: it must find the mutant within `FUZZ_EVENTS` events."""
 
 By = str | Catcher

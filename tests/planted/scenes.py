@@ -135,6 +135,18 @@ class Stage:
         """Return the page ids of a sequence."""
         return np.array(self.store.page_ids(sequence), np.int32)
 
+    def save(self, ids: Ids, extent: npt.NDArray[np.uint8]) -> Transfer:
+        """Submit a save of pages to an extent."""
+        transfer = self.engine.plan("d2h", self.pool, ids, np.arange(ids.size, dtype=np.int32), host_pages=ids.size)
+        assert self.engine.submit(transfer, extent)
+        return transfer
+
+    def restore(self, extent: npt.NDArray[np.uint8], ids: Ids) -> Transfer:
+        """Submit a restore of pages from an extent."""
+        transfer = self.engine.plan("h2d", self.pool, np.arange(ids.size, dtype=np.int32), ids, host_pages=ids.size)
+        assert self.engine.submit(transfer, extent)
+        return transfer
+
     def finish_transfer(self, transfer: Transfer) -> None:
         """Poll until the transfer is done, then publish it."""
         while transfer.state == "submitted":
@@ -162,9 +174,8 @@ def save_behind_append(device: CpuDevice) -> None:
     with staged(device) as stage:
         sequence = stage.store.activate(prompt_tokens=192, output_tokens=0)
         k, v = stage.append(sequence, 192)
-        ids, extent = stage.ids(sequence), stage.extent(3)
-        transfer = stage.engine.plan("d2h", stage.pool, ids, np.arange(3, dtype=np.int32), host_pages=3)
-        assert stage.engine.submit(transfer, extent)
+        extent = stage.extent(3)
+        transfer = stage.save(stage.ids(sequence), extent)
         stage.finish_transfer(transfer)
         saved = [part.copy() for part in stage.packed(device.readable(extent), 3)]
         stage.settle()
@@ -183,10 +194,7 @@ def restore_behind_reader(device: CpuDevice) -> None:
         k, v = pages_of(stage.noise(128, 2, 16)), pages_of(stage.noise(128, 2, 16))
         extent = stage.extent_of(k, v)
         out = stage.attend(sequence, 128)
-        transfer = stage.engine.plan(
-            "h2d", stage.pool, np.arange(2, dtype=np.int32), stage.ids(sequence), host_pages=2
-        )
-        assert stage.engine.submit(transfer, extent)
+        transfer = stage.restore(extent, stage.ids(sequence))
         stage.engine.wait(transfer)
         stage.engine.publish(transfer)
 
@@ -202,12 +210,10 @@ def read_behind_restore(device: CpuDevice) -> None:
         stage.settle()
         expected = stage.get(stage.attend(sequence, 128))
         extent = stage.extent_of(pages_of(k), pages_of(v))
-        ids = stage.ids(sequence)
         for plane, _ in stage.planes:
             device.copy(plane, np.full(plane.shape, 0x4040, np.uint16), stage.store.stream)
         stage.store.stream.synchronize()
-        transfer = stage.engine.plan("h2d", stage.pool, np.arange(2, dtype=np.int32), ids, host_pages=2)
-        assert stage.engine.submit(transfer, extent)
+        transfer = stage.restore(extent, stage.ids(sequence))
         stage.engine.order_before(transfer, stage.store.stream)
         stage.engine.publish(transfer)
         out = stage.attend(sequence, 128)
@@ -258,9 +264,8 @@ def trim_while_saving(device: CpuDevice) -> None:
         k, _ = stage.append(sequence, 192)
         stage.store.wait(stage.unit)
         stage.store.commit(stage.unit, 64)
-        ids, extent = stage.ids(sequence), stage.extent(3)
-        transfer = stage.engine.plan("d2h", stage.pool, ids, np.arange(3, dtype=np.int32), host_pages=3)
-        assert stage.engine.submit(transfer, extent)
+        extent = stage.extent(3)
+        transfer = stage.save(stage.ids(sequence), extent)
         _until_accepted(lambda: stage.store.trim(batch), lambda: stage.finish_transfer(transfer))
         stage.append(sequence, 128)
         stage.settle()
@@ -277,13 +282,10 @@ def finish_while_saving(device: CpuDevice) -> None:
         other = stage.store.activate(prompt_tokens=512, output_tokens=0)
         stage.append(sequence, 192)
         stage.settle()
-        ids, extent = stage.ids(sequence), stage.extent(3)
-        transfer = stage.engine.plan("d2h", stage.pool, ids, np.arange(3, dtype=np.int32), host_pages=3)
-        assert stage.engine.submit(transfer, extent)
+        extent = stage.extent(3)
+        transfer = stage.save(stage.ids(sequence), extent)
         _until_accepted(lambda: stage.store.finish(sequence), lambda: stage.finish_transfer(transfer))
-        following = stage.store.activate(prompt_tokens=512, output_tokens=0)
-        stage.append(following, 512)
-        stage.settle()
+        _write_all_pages(stage)
         stage.store.finish(other)
 
 
@@ -294,15 +296,10 @@ def abort_while_saving(device: CpuDevice) -> None:
         other = stage.store.activate(prompt_tokens=512, output_tokens=0)
         stage.append(sequence, 192)
         stage.settle()
-        transfer = stage.engine.plan(
-            "d2h", stage.pool, stage.ids(sequence), np.arange(3, dtype=np.int32), host_pages=3
-        )
-        assert stage.engine.submit(transfer, stage.extent(3))
+        transfer = stage.save(stage.ids(sequence), stage.extent(3))
         assert not stage.engine.abort(transfer)
         _until_accepted(lambda: stage.store.finish(sequence), lambda: _poll_until_aborted(stage, transfer))
-        following = stage.store.activate(prompt_tokens=512, output_tokens=0)
-        stage.append(following, 512)
-        stage.settle()
+        _write_all_pages(stage)
         _poll_until_aborted(stage, transfer)
         stage.store.finish(other)
 
@@ -314,8 +311,7 @@ def save_and_read(device: CpuDevice) -> None:
         k, _ = stage.append(sequence, 64)
         stage.settle()
         extent = stage.extent(1)
-        transfer = stage.engine.plan("d2h", stage.pool, stage.ids(sequence), np.zeros(1, np.int32), host_pages=1)
-        assert stage.engine.submit(transfer, extent)
+        transfer = stage.save(stage.ids(sequence), extent)
         _until_accepted(lambda: stage.engine.publish(transfer), lambda: stage.engine.wait(transfer))
         saved = stage.packed(device.readable(extent), 1)[0].copy()
         stage.engine.wait(transfer)
@@ -378,6 +374,12 @@ def _until_accepted(act: Callable[[], object], otherwise: Callable[[], object]) 
     except pk.MisuseError:
         otherwise()
         act()
+
+
+def _write_all_pages(stage: Stage) -> None:
+    """Fill the pages that one more sequence gets."""
+    stage.append(stage.store.activate(prompt_tokens=512, output_tokens=0), 512)
+    stage.settle()
 
 
 def _poll_until_aborted(stage: Stage, transfer: Transfer) -> None:
