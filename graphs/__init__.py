@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pagedkv.graphs.cache import GraphCache
-from pagedkv.graphs.capture import CapturedUnit
+from pagedkv.graphs.capture import UnitGraph
 from pagedkv.graphs.control_buffers import ControlBuffers
 from pagedkv.graphs.decode_loop import DecodeLoop, LoopStatistics
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.unit import Model, Unit
 
-__all__ = ["CapturedUnit", "ControlBuffers", "DecodeLoop", "GraphCache", "GraphKey", "LoopStatistics", "Model", "Unit"]
+__all__ = ["ControlBuffers", "DecodeLoop", "GraphCache", "GraphKey", "LoopStatistics", "Model", "Unit", "UnitGraph"]

@@ -1,4 +1,4 @@
-"""Capture: from a shape to a graph, and the same work run eagerly.  (C15)
+"""UnitGraph: from a shape to a graph, and the same work run eagerly.  (C15)
 
     1  build the unit: control buffers, workspace, views
     2  warm up on inert rows: compiles kernels, allocates the unit's buffers
@@ -9,15 +9,17 @@ Warm-up and capture select no row, so they touch no page.
 
 from __future__ import annotations
 
+import contextlib
+
 import pagedkv as pk
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.unit import Model, Unit
 
 
-class CapturedUnit:
-    """A unit with its graph; `run` replays it, or enqueues it again when built eager.
+class UnitGraph:
+    """A unit with its graph; `run` replays it, or enqueues the unit again if there is no graph.
 
-    `replays` counts runs since it was built.
+    `replays` counts runs.
     """
 
     def __init__(self, store: pk.Store, model: Model, key: GraphKey, *, use_graph: bool = True) -> None:
@@ -36,7 +38,7 @@ class CapturedUnit:
             raise
 
     def run(self) -> None:
-        """Run the unit on what its control buffers hold now; asynchronous."""
+        """Run the unit on the present words of its control buffers; asynchronous."""
         if self.graph is None:
             self.unit.enqueue(self._model)
         else:
@@ -45,12 +47,13 @@ class CapturedUnit:
 
     def _capture(self) -> pk.Graph:
         device, stream = self._store.device, self._store.stream
-        device.begin_capture(stream)
         try:
+            device.begin_capture(stream)
             self.unit.enqueue(self._model)
+            graph = device.end_capture(stream)
         except BaseException:
-            device.abort_capture(stream)
+            with contextlib.suppress(pk.CaptureRefused):  # no capture began, or end_capture dropped it
+                device.abort_capture(stream)
             raise
-        graph = device.end_capture(stream)
         graph.upload(stream)
         return graph

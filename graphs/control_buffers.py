@@ -5,10 +5,10 @@
 
 The first node of a unit copies the whole ingress to the device, the last one copies the egress back,
 so publishing selectors costs no call of its own.  The host writes `ingress` only between units and
-reads `egress` only after the unit completed.  The pinned words are each shape's own; the device words are the
-store's, shared by every shape: units run one after the other on one stream, and each begins by overwriting its
-ingress.  What stands in the egress is the last unit's until the model writes it, so the first run of a shape finds it
-blank (`cache.py`): a model that enqueues no write there is found out, one that writes only at times is not.
+reads `egress` only after the unit completed.  Each shape has its own pinned words.  All shapes share the store's device
+words: units run one after the other on one stream, and each unit first overwrites its ingress.  The egress keeps the
+words of the last unit until the model writes it.  `GraphCache` therefore blanks the egress before the first run of a
+shape, which reveals a model that never writes next_tokens, but not one that writes them only at times.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Int32 = npt.NDArray[np.int32]
 
 
 class ControlBuffers:
-    """Pinned and device words of one shape (B, W).
+    """Pinned and device words of one shape (B, W); made by `Unit`, which has checked the shape.
 
-    Raises:
-        ConfigError: the shape takes more words than the store planned for its widest unit (C5.4).
+    Attributes, int32 on the device:
+        table_rows: (B,) the execution row of each entry, -1 where inert.
+        first_positions: (B,) position of column 0.
+        valid_columns: (B,) live columns, a prefix.
+        tokens: (B, W) token ids of the live columns, 0 elsewhere.
+        accepted: (B,) columns that a verify unit accepts; other units do not write it.
+        next_tokens: (B, W) the token sampled after each live column.
     """
 
     def __init__(self, store: pk.Store, *, batch: int, width: int) -> None:
         ingress, egress = pk.control_words(batch=batch, width=width)
-        if ingress > store.control_ingress.size or egress > store.control_egress.size:
-            raise pk.ConfigError(
-                f"a unit of B={batch} and W={width}",
-                expected=f"at most {store.control_ingress.size} words in and {store.control_egress.size} words out",
-                got=f"{ingress} and {egress}", remedy="raise decode_columns_max or prefill_columns_max of StoreConfig",
-                clause="C5.4",
-            )
+        assert ingress <= store.control_ingress.size, f"B={batch} W={width}"
+        assert egress <= store.control_egress.size, f"B={batch} W={width}"
         self.batch = batch
         self.width = width
         self._device = store.device
@@ -48,53 +48,30 @@ class ControlBuffers:
         self.egress_host: Int32 = store.device.pinned((egress,), np.int32, name=f"egress host {shape}")
         self.ingress_device: Any = store.control_ingress[:ingress]
         self.egress_device: Any = store.control_egress[:egress]
+        self.table_rows = self.ingress_device[:batch]
+        self.first_positions = self.ingress_device[batch : 2 * batch]
+        self.valid_columns = self.ingress_device[2 * batch : 3 * batch]
+        self.tokens = self.ingress_device[3 * batch :].reshape(batch, width)
+        self.accepted = self.egress_device[:batch]
+        self.next_tokens = self.egress_device[batch:].reshape(batch, width)
         self.make_inert()
 
-    @property
-    def table_rows(self) -> Any:
-        """(B,) int32 on the device: the execution row of each entry, -1 where inert."""
-        return self.ingress_device[: self.batch]
-
-    @property
-    def first_positions(self) -> Any:
-        """(B,) int32 on the device: position of column 0."""
-        return self.ingress_device[self.batch : 2 * self.batch]
-
-    @property
-    def valid_columns(self) -> Any:
-        """(B,) int32 on the device: live columns, a prefix."""
-        return self.ingress_device[2 * self.batch : 3 * self.batch]
-
-    @property
-    def tokens(self) -> Any:
-        """(B, W) int32 on the device: token ids of the live columns, 0 elsewhere."""
-        return self.ingress_device[3 * self.batch :].reshape(self.batch, self.width)
-
-    @property
-    def accepted(self) -> Any:
-        """(B,) int32 on the device: columns a verify unit accepts; others leave it."""
-        return self.egress_device[: self.batch]
-
-    @property
-    def next_tokens(self) -> Any:
-        """(B, W) int32 on the device: the token sampled after each live column."""
-        return self.egress_device[self.batch :].reshape(self.batch, self.width)
-
     def make_inert(self) -> None:
-        """Select no row: what warm-up and capture run on."""
+        """Select no row, as warm-up and capture need it."""
         self.ingress_host[:] = 0
         self.ingress_host[: self.batch] = -1
 
     def blank(self) -> None:
-        """Set every egress word on the device to -1, so that what a model leaves unwritten is found out."""
+        """Set every egress word on the device to -1, which is no token."""
         self._device.copy(self.egress_device, np.full(self.egress_device.shape, -1, np.int32), self._stream)
 
-    def write(self, rows: npt.NDArray[np.int64], first_positions: Int32, columns: Int32, tokens: Int32) -> None:
+    def write(self, rows: npt.NDArray[np.int64], first_positions: Int32, columns: Int32 | int, tokens: Int32) -> None:
         """Select rows for the next run; entries beyond them become inert.
 
         Args:
             rows: (b,) execution rows, b <= B.
-            first_positions, columns: (b,) int32.
+            first_positions: (b,) int32.
+            columns: (b,) int32, or one number for all entries.
             tokens: (b, W) int32, 0 in dead columns.
         """
         count, batch = len(rows), self.batch

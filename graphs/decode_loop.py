@@ -5,21 +5,20 @@
     for tokens in loop.decode([sequence]):       # {sequence: new tokens}
         ...
 
-A step: extend the leases that are nearly used up (`begin_round`, with lease growth), map and publish the
-column each row will write (`begin_unit`), write the selectors, replay, wait, commit.  The first token is
-sampled by prefill and delivered with the first step; the last one is never written to the cache.  Stop
-tokens and lengths are the loop's business, sampling is the model's (C1.2, C14).  A row whose next column
-no lease covers ends with reason "length" where it stands (C9.2).
+A step extends the leases that are nearly used up (`begin_round`, with lease growth), maps and publishes the column that
+each row will write (`begin_unit`), writes the selectors, replays, waits and commits.  Prefill samples the first token
+and the first step delivers it; the last token is never written to the cache.  The loop decides on stop tokens and
+lengths, the model samples (C1.2, C14).  A row ends with reason "length" where no lease covers its next column (C9.2).
 
-What the loop knows of a sequence it keeps until `forget`, or until another sequence of the same row is prefilled or
-resumed: never more than `max_concurrency` of them.
+The loop remembers a sequence until `forget`, or until it prefills or resumes another sequence of the same row: at most
+`max_concurrency` sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -27,22 +26,23 @@ import nvtx
 
 import pagedkv as pk
 from pagedkv.graphs.cache import GraphCache
-from pagedkv.graphs.capture import CapturedUnit
-from pagedkv.graphs.key import key_for
-from pagedkv.graphs.scheduler import PREFILL_WIDTH_MIN, batch_shape, prefill_width
+from pagedkv.graphs.capture import UnitGraph
+from pagedkv.graphs.key import GraphKey, key_for
+from pagedkv.graphs.shapes import PREFILL_WIDTH_MIN, batch_shape, prefill_width
 from pagedkv.graphs.unit import Model
 
 FinishReason = Literal["stop", "length"]
+Int32 = npt.NDArray[np.int32]
 
 PREFILL_CHUNK = 128
 
 
 @dataclass
 class LoopStatistics:
-    """What a loop did; counters only grow.
+    """Counters of a loop; they only grow.
 
-    `decode_driver_calls` counts the device calls of decode steps: publication, replay and wait.  What captures a new
-    shape, and what the caller does between two steps, is not counted.
+    `decode_driver_calls` counts the device calls of decode steps: publication, replay and wait.  It does not count the
+    capture of a new shape, nor what the caller does between two steps.
     """
 
     decode_steps: int = 0
@@ -57,10 +57,10 @@ class LoopStatistics:
 
 
 @dataclass
-class _Progress:
-    """Where one sequence stands; written by the loop alone.
+class _Output:
+    """The output of one sequence.
 
-    `last_token` is sampled and not yet in the cache; `undelivered` waits for the next step.
+    `last_token` is sampled and not yet in the cache; the next step delivers the tokens of `undelivered`.
     """
 
     tokens_left: int
@@ -68,20 +68,34 @@ class _Progress:
     undelivered: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
 
+    def __post_init__(self) -> None:
+        if self.tokens_left == 0:
+            self.reason = "length"
+
+    def add(self, token: int, stops: frozenset[int]) -> None:
+        """Append a sampled token; a stop token or the end of the budget ends the output."""
+        self.last_token = token
+        self.undelivered.append(token)
+        self.tokens_left -= 1
+        if token in stops:
+            self.reason = "stop"
+        elif self.tokens_left == 0:
+            self.reason = "length"
+
 
 class DecodeLoop:
     """Drives a model over a store's sequences.
 
     Args:
         store: an open store.
-        model: an object, what `Model` says; it is called to warm up and to capture each shape.
+        model: an object with the methods of `Model`; the loop calls it to warm up and to capture each shape.
         prefill_chunk: most tokens of one prefill unit, 16 to the store's `prefill_columns_max`; None is 128, or that
-            if less.
+            maximum if it is less.
         use_graphs: False enqueues every unit eagerly; results are the same, bit for bit (C14.6).
 
     Attributes:
-        graphs: the captured units, with their replays.
-        statistics: what was done so far; written by the loop alone.
+        graphs: the graphs of all shapes so far, with their replays.
+        statistics: counters; written by the loop alone.
 
     Raises:
         ConfigError: `prefill_chunk` is out of range.
@@ -99,33 +113,33 @@ class DecodeLoop:
             raise pk.MisuseError("a decode loop", expected="an open Store, and a model with enqueue(unit)",
                                  got=f"{type(store).__name__} and {type(model).__name__}",
                                  remedy="pass what open_store returned and a Model", clause="C15")
-        planned = store.config.prefill_columns_max
+        chunk_max = store.config.prefill_columns_max
         if prefill_chunk is None:
-            prefill_chunk = min(PREFILL_CHUNK, planned)
-        if type(prefill_chunk) is not int or not PREFILL_WIDTH_MIN <= prefill_chunk <= planned:
-            raise pk.ConfigError("prefill_chunk", expected=f"an integer from {PREFILL_WIDTH_MIN} to {planned}",
+            prefill_chunk = min(PREFILL_CHUNK, chunk_max)
+        if type(prefill_chunk) is not int or not PREFILL_WIDTH_MIN <= prefill_chunk <= chunk_max:
+            raise pk.ConfigError("prefill_chunk", expected=f"an integer from {PREFILL_WIDTH_MIN} to {chunk_max}",
                                  got=repr(prefill_chunk), remedy="choose such a chunk, or raise prefill_columns_max",
                                  clause="C14.4")
         self.store = store
         self.prefill_chunk = prefill_chunk
         self.graphs = GraphCache(store, model, use_graphs=use_graphs)
         self.statistics = LoopStatistics()
-        self._progress: dict[pk.Sequence, _Progress] = {}
-        self._batch: pk.Batch | None = None
+        self._outputs: dict[pk.Sequence, _Output] = {}
+        self._selection: tuple[pk.Batch, GraphKey] | None = None
 
     def prefill(self, sequence: pk.Sequence, prompt_ids: Iterable[int]) -> None:
-        """Write a prompt into the cache and sample the first token, delivered by the first step.
+        """Write a prompt into the cache and sample the first token; the first step delivers it.
+
+        An error, also one that the model raises, leaves the committed frontier where it was.
 
         Args:
-            sequence: active; its committed frontier is where the prompt goes.
-            prompt_ids: token ids; at least one, and within the activated budget.  What they leave of it is for output,
-                also where that is more than `output_tokens` of the activation.  With lease growth they lie within what
-                is reserved by now, as the activated prompt does.
+            sequence: active; the prompt begins at its committed frontier.
+            prompt_ids: token ids, at least one, within the activated budget.  Output may use the rest of the budget,
+                also where that is more than `output_tokens` of the activation.  With lease growth the prompt must lie
+                within the reserved pages, as the activated prompt does.
 
         Raises:
-            MisuseError: no token, more than the budget holds, or ids that are no int32 of 0 or more.
-
-        Whatever is raised, by the model too, the committed frontier is where it was.
+            MisuseError: no token, more than the budget or the lease holds, or ids that are no int32 of 0 or more.
         """
         ids = _token_ids("a prompt", prompt_ids)
         start = self.store.committed_tokens(sequence)
@@ -142,43 +156,39 @@ class DecodeLoop:
             raise pk.MisuseError(
                 f"a prompt of {ids.size} tokens for {sequence}",
                 expected=f"at most {covered} tokens, which are reserved", got=f"{ids.size}",
-                remedy="activate with the prompt's length: leases grow with decoding only",
-                clause="C9.2",
+                remedy="activate with the prompt's length: leases grow with decoding only", clause="C9.2",
             )
         try:
-            sampled = self._prefill_chunks(batch, ids)
+            first_token = self._prefill_chunks(batch, ids)
         except BaseException:
-            self._take_back(batch, [start])
+            self._restore_frontiers(batch, [start])
             raise
         self.statistics.prefilled_tokens += ids.size
-        left = budget - start - ids.size
-        progress = _Progress(tokens_left=left, last_token=sampled)
-        if left:
-            self._deliver(progress, sampled, frozenset())
-        else:
-            progress.reason = "length"
-        self._keep(sequence, progress)
+        output = _Output(tokens_left=budget - start - ids.size, last_token=first_token)
+        if output.tokens_left:
+            output.add(first_token, frozenset())
+        self._remember(sequence, output)
 
     def last_token(self, sequence: pk.Sequence) -> int:
-        """Return the token that was sampled last and is not in the cache: what `resume` goes on from.
+        """Return the token that was sampled last and is not in the cache: `resume` continues from it.
 
-        With the pages it is the whole state of a model that keeps none of its own: a handle for `store.finish` and
-        `store.snapshot` (C2.2).
+        This token and the pages are the whole state of a model that has no state of its own; pass the token as the
+        state of `store.finish` and `store.snapshot` (C2.2).
 
         Raises:
             MisuseError: a sequence that this loop does not know.
         """
-        return self._progress_of(sequence).last_token
+        return self._output_of(sequence).last_token
 
     def resume(self, sequence: pk.Sequence, last_token: int) -> None:
-        """Go on decoding a sequence that was activated from a continuation, as if it had never stopped.  (C10.4)
+        """Continue to decode a sequence that was activated from a continuation, as if it had never stopped.  (C10.4)
 
-        The token is written by the first step, in the decode route, as it would have been without the stop: `prefill`
-        of one token is the other route, and equal to it by the criterion of codecs 7 only (C14.6).
+        The first step writes the token in the decode route, as it would have done without the stop.  `prefill` of one
+        token uses the other route, which is equal by the criterion of codecs 7 only (C14.6).
 
         Args:
             sequence: active, with something committed.
-            last_token: sampled after the last committed token, and delivered by whoever sampled it.
+            last_token: sampled after the last committed token, and delivered before.
 
         Raises:
             MisuseError: no token id, nothing committed, or no token left in the activated budget.
@@ -189,63 +199,40 @@ class DecodeLoop:
             raise pk.MisuseError(f"going on with {sequence}", expected=f"1 to {budget - 1} committed tokens",
                                  got=f"{committed} of a budget of {budget}",
                                  remedy="activate from a continuation, with room for the token", clause="C9.2")
-        progress = _Progress(tokens_left=budget - committed - 1, last_token=token)
-        self._stop_at_pending(progress, frozenset())
-        self._keep(sequence, progress)
+        self._remember(sequence, _Output(tokens_left=budget - committed - 1, last_token=token))
 
     def step(
         self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
     ) -> dict[pk.Sequence, list[int]]:
         """Advance every unfinished sequence by one token, in one replay.
 
+        A stop token is delivered and ends its sequence.  The end of the activated budget also ends it, and with lease
+        growth the end of what the pool could reserve.  A sequence that has ended may be named, finished in the store or
+        not: it gets its undelivered tokens, then nothing.
+
         Returns:
-            New tokens of each sequence that got any, the first one of its prefill included.  A stop
-            token is delivered, and ends its sequence; so does the activated budget, and with lease growth the end of
-            what the pool could reserve for it.
+            The new tokens of each sequence that got any, the first one of its prefill included.
 
         Raises:
             MisuseError: a sequence that this loop does not know, one named twice, stop tokens that are no ids, or
                 a model that sampled a negative id; nothing was delivered, and no frontier moved.
-            StaleHandle: a sequence that runs here still was finished in the store; nothing was delivered.  One that
-                has ended here may be named, finished or not: it gets what is undelivered, then nothing.
+            StaleHandle: a sequence that has not ended was finished in the store; nothing was delivered.
         """
-        return self._step(self._named(sequences), _stop_ids(stop_tokens))
-
-    def _step(self, named: tuple[pk.Sequence, ...], stops: frozenset[int]) -> dict[pk.Sequence, list[int]]:
-        for progress in [self._progress_of(sequence) for sequence in named]:
-            self._stop_at_pending(progress, stops)
-        running = tuple(sequence for sequence in named if self._progress[sequence].reason is None)
-        if running and self.store.config.kv_lease_growth:
-            running = self._covered(running)
-        if running:
-            self._decode(running, stops)
-        delivered = {}
-        for sequence in named:
-            progress = self._progress[sequence]
-            if progress.undelivered:
-                delivered[sequence] = progress.undelivered
-                progress.undelivered = []
-        self.statistics.decoded_tokens += sum(len(tokens) for tokens in delivered.values())
-        return delivered
+        outputs = self._outputs_of(sequences)
+        return self._step(outputs, frozenset(_token_ids("stop_tokens", stop_tokens).tolist()))
 
     def decode(
         self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
     ) -> Iterator[dict[pk.Sequence, list[int]]]:
-        """Step until every sequence has ended; yields {sequence: new tokens} after each step.
+        """Step until every sequence has ended; yield {sequence: new tokens} after each step.
 
-        Between two steps the caller may finish and forget what has ended, and prefill others in its row.
+        Between two steps the caller may finish and forget sequences that have ended, and prefill others in their rows.
 
         Raises:
-            MisuseError, StaleHandle: as `step`; what is wrong with the arguments is said at once.
+            MisuseError, StaleHandle: as `step`; wrong arguments are refused at once.
         """
-        return self._decode_all(self._named(sequences), _stop_ids(stop_tokens))
-
-    def _decode_all(
-        self, named: tuple[pk.Sequence, ...], stops: frozenset[int]
-    ) -> Iterator[dict[pk.Sequence, list[int]]]:
-        while tokens := self._step(named, stops):
-            named = tuple(sequence for sequence in named if self._progress[sequence].reason is None)
-            yield tokens
+        outputs = self._outputs_of(sequences)
+        return self._steps(outputs, frozenset(_token_ids("stop_tokens", stop_tokens).tolist()))
 
     def finish_reason(self, sequence: pk.Sequence) -> FinishReason | None:
         """Return why the sequence ended: "stop", "length", or None while it runs.
@@ -253,78 +240,95 @@ class DecodeLoop:
         Raises:
             MisuseError: a sequence that this loop does not know.
         """
-        return self._progress_of(sequence).reason
+        return self._output_of(sequence).reason
 
     def forget(self, sequence: pk.Sequence) -> None:
-        """Drop what the loop knows of a sequence, before or after the store finishes it.
+        """Forget a sequence, before or after the store finishes it.
 
-        Who never calls it loses nothing: the next sequence of the same row drops it too.
+        The call is optional: the loop also forgets a sequence when another one takes its row.
         """
-        self._progress.pop(sequence, None)
+        self._outputs.pop(sequence, None)
 
-    def _keep(self, sequence: pk.Sequence, progress: _Progress) -> None:
-        """Know a sequence from here on, and none that had its row before: the store has ended those."""
-        for earlier in [known for known in self._progress if known.row == sequence.row]:
-            del self._progress[earlier]
-        self._progress[sequence] = progress
+    def _step(self, outputs: dict[pk.Sequence, _Output], stops: frozenset[int]) -> dict[pk.Sequence, list[int]]:
+        running = []
+        for sequence, output in outputs.items():
+            if output.reason is None and output.undelivered and output.last_token in stops:
+                output.reason = "stop"  # prefill sampled a stop token
+            if output.reason is None:
+                running.append(sequence)
+        if running and self.store.config.kv_lease_growth:
+            running = self._extend_leases(running)
+        if running:
+            self._decode(running, stops)
+        delivered = {}
+        for sequence, output in outputs.items():
+            if output.undelivered:
+                delivered[sequence], output.undelivered = output.undelivered, []
+                self.statistics.decoded_tokens += len(delivered[sequence])
+        return delivered
 
-    def _decode(self, running: tuple[pk.Sequence, ...], stops: frozenset[int]) -> None:
+    def _steps(
+        self, outputs: dict[pk.Sequence, _Output], stops: frozenset[int]
+    ) -> Iterator[dict[pk.Sequence, list[int]]]:
+        while tokens := self._step(outputs, stops):
+            running = [sequence for sequence, output in outputs.items() if output.reason is None]
+            yield tokens
+            outputs = self._outputs_of(running)  # the caller may have forgotten one
+
+    def _decode(self, running: list[pk.Sequence], stops: frozenset[int]) -> None:
+        """Run one decode unit of the running sequences and add a token to the output of each."""
+        batch, key = self._select(running)
+        graph = self.graphs.unit(key)
         calls_before = self.store.device.driver_calls
-        batch = self._select(running)
-        shape = batch_shape(len(running), concurrency=self.store.config.max_concurrency)
-        key = key_for(self.store.config, unit="decode", route="decode", batch=shape, width=1)
-        captured = self.graphs.unit(key)
-        if captured.replays == 0:
-            calls_before = self.store.device.driver_calls
-        tokens = np.array([[self._progress[sequence].last_token] for sequence in running], np.int32)
+        tokens = np.array([[self._outputs[sequence].last_token] for sequence in running], np.int32)
         with nvtx.annotate("pagedkv.decode", domain="pagedkv"):
-            sampled = self._run(captured, batch, 1, tokens)
+            sampled = self._run(graph, batch, 1, tokens)
         for sequence, token in zip(running, sampled.tolist(), strict=True):
-            self._deliver(self._progress[sequence], token, stops)
+            self._outputs[sequence].add(token, stops)
         self.statistics.decode_steps += 1
         self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
 
-    def _select(self, running: tuple[pk.Sequence, ...]) -> pk.Batch:
-        if self._batch is None or self._batch.sequences != running:
-            self._batch = self.store.batch(running)
-        return self._batch
+    def _select(self, running: list[pk.Sequence]) -> tuple[pk.Batch, GraphKey]:
+        """Return the batch of the running sequences and the key of its graph, those of the last step if they fit."""
+        if self._selection is None or self._selection[0].sequences != tuple(running):
+            shape = batch_shape(len(running), concurrency=self.store.config.max_concurrency)
+            key = key_for(self.store.config, unit="decode", route="decode", batch=shape, width=1)
+            self._selection = self.store.batch(running), key
+        return self._selection
 
-    def _covered(self, running: tuple[pk.Sequence, ...]) -> tuple[pk.Sequence, ...]:
-        """Extend leases; end the rows whose next column none covers, and return the others.  (C9.2, C16.17)"""
-        unextended = self.store.begin_round(self._select(running))
+    def _extend_leases(self, running: list[pk.Sequence]) -> list[pk.Sequence]:
+        """Extend leases; end the rows without a lease for their next column, and return the others.  (C9.2, C16.17)"""
+        unextended = self.store.begin_round(self._select(running)[0])
         if not unextended:
             return running
         columns = self.store.covered_columns(self.store.batch(unextended)).tolist()
         ended = {sequence for sequence, covered in zip(unextended, columns, strict=True) if not covered}
         for sequence in ended:
-            self._progress[sequence].reason = "length"
-        return tuple(sequence for sequence in running if sequence not in ended)
+            self._outputs[sequence].reason = "length"
+        return [sequence for sequence in running if sequence not in ended]
 
-    def _run(
-        self, captured: CapturedUnit, batch: pk.Batch, columns: int, tokens: np.ndarray
-    ) -> np.ndarray:
-        """Run one unit over a batch: map, publish, select, replay, wait, commit.
-
-        Returns:
-            (b,) int32: the token sampled after the last live column of each entry.
-        """
-        unit = self.store.begin_unit(batch, columns, name=captured.unit.key.unit)
+    def _run(self, graph: UnitGraph, batch: pk.Batch, columns: int, tokens: Int32) -> Int32:
+        """Run one unit and commit it; return the token sampled after the last column of each entry, (b,)."""
+        control = graph.unit.control
+        unit = self.store.begin_unit(batch, columns, name=graph.unit.key.unit)
         first_positions = unit.first_positions["main"]
         try:
-            captured.unit.control.write(batch.rows, unit.first_positions["main"], unit.columns["main"], tokens)
-            captured.run()
+            control.write(batch.rows, first_positions, columns, tokens)
+            graph.run()
             self.store.wait(unit)
-            sampled = _sampled(captured, len(batch), columns)
+            sampled = control.read_next_tokens(len(batch.rows))[:, columns - 1]
+            if sampled.min() < 0:
+                _refuse_samples(graph.unit.key, sampled)
             self.store.commit(unit)
         except BaseException:
             if self.store.evidence is None and unit.is_open:
                 self.store.fail(unit)
-            self._take_back(batch, first_positions.tolist())
+            self._restore_frontiers(batch, first_positions.tolist())
             raise
         return sampled
 
-    def _prefill_chunks(self, batch: pk.Batch, ids: npt.NDArray[np.int32]) -> int:
-        """Write a prompt chunk by chunk; returns the token sampled after its last one."""
+    def _prefill_chunks(self, batch: pk.Batch, ids: Int32) -> int:
+        """Write a prompt chunk by chunk; return the token sampled after its last one."""
         sampled = 0
         for first in range(0, ids.size, self.prefill_chunk):
             chunk = ids[first : first + self.prefill_chunk]
@@ -336,76 +340,51 @@ class DecodeLoop:
                 sampled = int(self._run(self.graphs.unit(key), batch, chunk.size, tokens)[0])
         return sampled
 
-    def _take_back(self, batch: pk.Batch, frontiers: list[int]) -> None:
-        """Set committed frontiers back after a failure, so that the same call may be made again.  (C9.10)"""
+    def _restore_frontiers(self, batch: pk.Batch, frontiers: list[int]) -> None:
+        """Set committed frontiers back after a failure, so that the caller can repeat the call.  (C9.10)"""
         if self.store.evidence is None:
             for sequence, frontier in zip(batch.sequences, frontiers, strict=True):
                 if self.store.committed_tokens(sequence) > frontier:
                     self.store.truncate(sequence, frontier)
 
-    def _named(self, sequences: Iterable[pk.Sequence]) -> tuple[pk.Sequence, ...]:
-        """Return sequences, each known here and named once."""
-        named = tuple(sequences) if isinstance(sequences, Iterable) else ()
-        if not isinstance(sequences, Iterable) or not all(isinstance(sequence, pk.Sequence) for sequence in named) or (
-            len(set(named)) != len(named)
-        ):
+    def _remember(self, sequence: pk.Sequence, output: _Output) -> None:
+        """Remember a sequence and forget the earlier ones of its row, which the store has ended."""
+        for earlier in [earlier for earlier in self._outputs if earlier.row == sequence.row]:
+            del self._outputs[earlier]
+        self._outputs[sequence] = output
+
+    def _outputs_of(self, sequences: Iterable[pk.Sequence]) -> dict[pk.Sequence, _Output]:
+        """Return the outputs of sequences, each known here and named once."""
+        named: tuple[Any, ...] = tuple(sequences) if isinstance(sequences, Iterable) else (None,)
+        if not set(map(type, named)) <= {pk.Sequence} or len(set(named)) != len(named):
             raise pk.MisuseError("a step", expected="sequences, each once", got=repr(sequences),
                                  remedy="pass a list of handles, of one sequence too", clause="C11.3")
-        for sequence in named:
-            self._progress_of(sequence)
-        return named
+        return {sequence: self._output_of(sequence) for sequence in named}
 
-    def _deliver(self, progress: _Progress, token: int, stops: frozenset[int]) -> None:
-        progress.undelivered.append(token)
-        progress.last_token = token
-        progress.tokens_left -= 1
-        self._stop_at_pending(progress, stops)
-
-    def _stop_at_pending(self, progress: _Progress, stops: frozenset[int]) -> None:
-        if progress.reason is None and progress.undelivered and progress.last_token in stops:
-            progress.reason = "stop"
-        elif progress.reason is None and progress.tokens_left == 0:
-            progress.reason = "length"
-
-    def _progress_of(self, sequence: pk.Sequence) -> _Progress:
-        progress = self._progress.get(sequence) if isinstance(sequence, pk.Sequence) else None
-        if progress is None:
+    def _output_of(self, sequence: pk.Sequence) -> _Output:
+        output = self._outputs.get(sequence) if isinstance(sequence, pk.Sequence) else None
+        if output is None:
             raise pk.MisuseError(f"decoding {sequence}", expected="a sequence that this loop has prefilled or resumed",
                                  got="one that it has not, or has forgotten, or whose row another sequence has",
                                  remedy="call prefill or resume first", clause="C9.4")
-        return progress
+        return output
 
 
-def _token_ids(what: str, ids: Iterable[int]) -> npt.NDArray[np.int32]:
-    """Return token ids as int32; nothing is converted that is not an id already.
-
-    Raises:
-        MisuseError: no iterable of integers, or an id below 0 or beyond int32.
-    """
-    given = list(ids) if isinstance(ids, Iterable) else [None]
-    top = np.iinfo(np.int32).max
-    for token in given:
-        if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token <= top:
-            raise pk.MisuseError(what, expected=f"integer token ids from 0 to {top}",
+def _token_ids(what: str, ids: Iterable[int]) -> Int32:
+    """Return token ids as int32; refuse anything that is not an id already."""
+    id_list = list(ids) if isinstance(ids, Iterable) else [None]
+    id_max = np.iinfo(np.int32).max
+    for token in id_list:
+        if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token <= id_max:
+            raise pk.MisuseError(what, expected=f"integer token ids from 0 to {id_max}",
                                  got=repr(token) if isinstance(ids, Iterable) else repr(ids),
                                  remedy="pass what the tokenizer gave", clause="C14.4")
-    return np.array(given, np.int32)
+    return np.array(id_list, np.int32)
 
 
-def _sampled(captured: CapturedUnit, count: int, columns: int) -> npt.NDArray[np.int32]:
-    """Return the token after the last live column of each entry, (b,) int32.
-
-    Raises:
-        MisuseError: a negative one: the model wrote it, or enqueued no write of it, as the first run of a shape shows.
-    """
-    sampled = captured.unit.control.read_next_tokens(count)[:, columns - 1]
-    if (sampled < 0).any():
-        raise pk.MisuseError(
-            f"tokens sampled by {captured.unit.key}", expected="ids of 0 or more after live columns",
-            got=sampled.tolist(), remedy="write next_tokens of every live column in the model", clause="C14.4",
-        )
-    return sampled
-
-
-def _stop_ids(ids: Iterable[int]) -> frozenset[int]:
-    return frozenset(_token_ids("stop_tokens", ids).tolist())
+def _refuse_samples(key: GraphKey, sampled: Int32) -> NoReturn:
+    """Refuse a negative token: the model wrote it, or wrote no token in the first run of the shape."""
+    raise pk.MisuseError(
+        f"tokens sampled by {key}", expected="ids of 0 or more after live columns", got=sampled.tolist(),
+        remedy="write next_tokens of every live column in the model", clause="C14.4",
+    )

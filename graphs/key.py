@@ -1,7 +1,7 @@
-"""GraphKey: what a captured graph is looked up by.  Shape, and nothing else.  (C15.2)
+"""GraphKey: the shape by which a graph is looked up, and nothing else.  (C15.2)
 
-Page ids, request identity, lengths and contiguity never enter: one graph serves every legal content
-of its shape, because live lengths are read on the device (C15.3).
+Page ids, request identity, lengths and contiguity are no part of the key: one graph serves every legal content
+of its shape, because the device reads the live lengths (C15.3).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def key_for(
 ) -> GraphKey:
     """Return the key of a masked unit of one pool's profile and geometry, with the default scale.
 
-    A draft unit names the pool that it attends in, so that target and draft never share a graph (C3.3, C15.2).
+    A draft unit passes the pool in which it attends, so that target and draft never share a graph (C3.3, C15.2).
 
     Raises:
         MisuseError: the store has no such pool.
     """
     profile, geometry = str(config.profile), config.geometry
-    if pool != "main":  # every step asks for a key of Main
-        found = next((known for known in config.pools if known.name == pool), None)
-        if found is None:
-            raise pk.MisuseError(f"a key of pool {pool!r}", expected=f"one of {[own.name for own in config.pools]}",
+    if pool != "main":
+        pools = {enabled.name: enabled for enabled in config.pools}
+        if not isinstance(pool, str) or pool not in pools:
+            raise pk.MisuseError(f"a key of pool {pool!r}", expected=f"one of {list(pools)}",
                                  got=repr(pool), remedy="name an enabled pool", clause="C3.3")
-        profile, geometry = found.profile.name, found.geometry
+        profile, geometry = pools[pool].profile.name, pools[pool].geometry
     return GraphKey(
         unit=unit, route=route, batch=batch, width=width, is_masked=True, profile=profile, geometry=geometry,
         max_context=config.max_context, scale=geometry.head_dim**-0.5,

@@ -1,8 +1,8 @@
-"""Unit: what a model sees of one shape, and the Model protocol.  (C12, C14)
+"""Unit: the arrays and calls of one shape that a model sees, and the Model protocol.  (C12, C14)
 
-A model's `enqueue` is called once to warm up and once under capture; replays call no model code.  It
-may only enqueue: `attend`, `call`, `launch`.  Everything it reads of the batch is a fixed-address
-device array of the unit; lengths and rows change between replays, shapes do not.
+A model's `enqueue` is called once to warm up and once under capture; replays call no model code.  It may only enqueue
+work: `attend`, `call`, `launch`.  It reads the batch from device arrays of the unit at fixed addresses.  Lengths and
+rows change between replays, shapes do not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagedkv.graphs.key import GraphKey
 
 
 class Model(Protocol):
-    """What a decode loop drives."""
+    """The caller's model."""
 
     def enqueue(self, unit: Unit) -> None:
         """Enqueue the work of one unit on `unit.stream`; may enqueue only."""
@@ -28,16 +28,17 @@ class Model(Protocol):
 
 
 class Unit:
-    """One shape's arrays and verbs.
+    """The arrays and calls of one shape.
 
     Attributes:
-        key: the shape. `route`, `batch` (B) and `width` (W) are its short names.
-        tokens, next_tokens: (B, W) int32; first_positions, valid_columns, table_rows, accepted: (B,) int32;
-            all on the device, at fixed addresses.
+        key: the shape; `route`, `batch` (B) and `width` (W) are fields of it.
+        tokens, next_tokens: (B, W) int32; first_positions, valid_columns, table_rows, accepted: (B,) int32; all on the
+            device, at fixed addresses (`ControlBuffers`).
         views: `views[pool][layer]`.
-        stream, device: where the unit runs.
+        stream, device: of the store.
 
     Raises:
+        MisuseError: no key, or not a shape of this store (C15.2).
         ConfigError: the shape is wider than the store was planned for (C5.4).
     """
 
@@ -52,7 +53,7 @@ class Unit:
         self.stream = store.stream
         self.device = store.device
         self.views = store.views
-        self._require_planned(store.config, key)
+        _require_planned(store.config, key)
         self.control = ControlBuffers(store, batch=key.batch, width=key.width)
         self.tokens = self.control.tokens
         self.first_positions = self.control.first_positions
@@ -74,8 +75,8 @@ class Unit:
             q, out: (B, W, Hq, D) BF16 bits; k, v: (B, W, Hkv, D) BF16 bits; all on the device.
 
         Raises:
-            MisuseError: a pool or layer that the store has not, a pool of other heads than the key's (C15.2), or
-                arrays that the op refuses (C14.2).
+            MisuseError: an unknown pool or layer, a pool of other heads than the key's (C15.2), or arrays that the op
+                refuses (C14.2).
         """
         self._ops.causal_attention(
             self._attended_view("attention", layer, pool), q, k, v, out, self.first_positions, self.table_rows,
@@ -86,31 +87,23 @@ class Unit:
     def append_context(self, layer: int, k: Any, v: Any, counts: Any, pool: str = "draft") -> None:
         """Write the first counts[b] columns of each row at the unit's first positions, and no other byte.  (C14.4)
 
-        The device decides the counts, so a verify unit's accepted columns need no round trip; `first_positions` are
-        those of the unit, which `begin_unit` gave for this pool.
+        The device decides the counts, so a verify unit's accepted columns need no round trip.  `first_positions` of
+        the unit must be those that `begin_unit` returned for this pool.
 
         Args:
             layer: layer of the pool.
             k, v: (B, W, Hkv, D) BF16 bits, W of any width; counts: (B,) int32, 0 to W; all on the device.
 
         Raises:
-            MisuseError: a pool or layer that the store has not, or arrays that the op refuses (C14.2).
+            MisuseError: an unknown pool or layer, or arrays that the op refuses (C14.2).
         """
         self._ops.append_prefix(self._view("an append", layer, pool), k, v, self.first_positions, counts,
                                 self.table_rows, stream=self.stream)
 
     def attend_context(self, layer: int, q: Any, k: Any, v: Any, out: Any, pool: str = "draft") -> None:
-        """Let every live column see the paged context before first_positions, and all live rows of k, v.  (C14.4)
+        """Attend every live column to the paged context before first_positions and to all live rows of k, v.  (C14.4)
 
-        Non-causal; k and v are stored nowhere, and the cache is only read.
-
-        Args:
-            layer: layer of the pool.
-            q, out: (B, W, Hq, D) BF16 bits; k, v: (B, W, Hkv, D) BF16 bits; all on the device.
-
-        Raises:
-            MisuseError: a pool or layer that the store has not, a pool of other heads than the key's (C15.2), or
-                arrays that the op refuses (C14.2).
+        Non-causal; writes nothing to the cache.  Arguments and errors as for `attend`.
         """
         self._ops.context_attention(
             self._attended_view("context attention", layer, pool), q, k, v, out, self.first_positions, self.table_rows,
@@ -118,20 +111,20 @@ class Unit:
         )
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Enqueue an array function of the embedder: a module-level function of arrays and scalars."""
+        """Enqueue an array function of the caller: a module-level function of arrays and scalars."""
         self.device.call(self.stream, function, *arguments)
 
     def launch(
         self, kernel: pk.Kernel, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Sequence[Any]
     ) -> None:
-        """Enqueue a kernel of the embedder."""
+        """Enqueue a kernel of the caller."""
         if not hasattr(kernel, "launch"):
-            raise pk.MisuseError("a launch", expected="a kernel that device.load gave", got=repr(kernel),
+            raise pk.MisuseError("a launch", expected="a kernel that device.load returned", got=repr(kernel),
                                  remedy="load its module before the first unit", clause="C15.1")
         kernel.launch(grid, block, arguments, self.stream)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Return a device buffer of this shape; allocated at warm-up, the same one at capture.
+        """Return a device buffer of this shape; warm-up allocates it, capture gets the same one.
 
         Raises:
             MisuseError: capture asks for other buffers than warm-up did, or for a shape or dtype that no array has.
@@ -149,14 +142,14 @@ class Unit:
         return self._buffers[index]
 
     def enqueue(self, model: Model) -> None:
-        """Enqueue the whole unit: selectors in, the model's work, results out."""
+        """Enqueue the whole unit: copy the selectors in, the model's work, copy the results out."""
         self._buffer_next = 0
         self.device.copy(self.control.ingress_device, self.control.ingress_host, self.stream)
         model.enqueue(self)
         self.device.copy(self.control.egress_host, self.control.egress_device, self.stream)
 
     def _view(self, what: str, layer: int, pool: str) -> pk.PagedKVBatchLayerView:
-        """Return the view of a layer; refuse one that the store has not.  (C14.1)"""
+        """Return the view of a layer; refuse an unknown one.  (C14.1)"""
         layers = len(self.views.get(pool, ())) if isinstance(pool, str) else 0
         if type(layer) is not int or not 0 <= layer < layers:
             counts = {name: len(views) for name, views in self.views.items()}
@@ -165,48 +158,42 @@ class Unit:
         return self.views[pool][layer]
 
     def _attended_view(self, what: str, layer: int, pool: str) -> pk.PagedKVBatchLayerView:
-        """Return the view of a layer; the scale is the key's, so a pool of another shape is refused.  (C15.2)"""
+        """Return the view of a layer; refuse a pool of another shape, because the scale is the key's.  (C15.2)"""
         view = self._view(what, layer, pool)
-        geometry = self.key.geometry
-        if (view.profile.name, view.kv_heads, view.head_dim) != (
-            self.key.profile, geometry.kv_heads, geometry.head_dim,
-        ):
+        key, geometry = self.key, self.key.geometry
+        if (view.storage.name, view.num_kv_heads, view.head_dim) != (key.profile, geometry.kv_heads, geometry.head_dim):
             raise pk.MisuseError(
-                f"{what} in pool {pool} by unit {self.key}",
-                expected=f"{view.profile.name} of {view.kv_heads} KV heads and head_dim {view.head_dim}, as the pool",
-                got=f"a key of {self.key.profile}, {geometry.kv_heads} KV heads and head_dim {geometry.head_dim}",
+                f"{what} in pool {pool} by unit {key}",
+                expected=f"{view.storage.name} of {view.num_kv_heads} KV heads and head_dim {view.head_dim}, "
+                         "as the pool",
+                got=f"a key of {key.profile}, {geometry.kv_heads} KV heads and head_dim {geometry.head_dim}",
                 remedy=f"build the key with key_for(pool={pool!r})", clause="C15.2",
             )
         return view
 
-    def _require_planned(self, config: pk.StoreConfig, key: GraphKey) -> None:
-        """Refuse a key that is no shape of this store, or wider than its buffers were planned for.  (C5.4, C15.2)
 
-        Raises:
-            ConfigError: names the option to raise.
-            MisuseError: numbers that no unit has, or another store's profile, geometry or max_context.
-        """
-        pools = [(pool.profile.name, pool.geometry) for pool in config.pools]
-        geometry = next((known for profile, known in pools if (profile, known) == (key.profile, key.geometry)),
-                        config.geometry)
-        pk.AttentionShape(key.route, key.batch, key.width, geometry.query_heads, geometry.kv_heads, geometry.head_dim,
-                          config.max_context)  # refuses another route, and a B or W that the route has not
-        is_mine = (key.profile, key.geometry) in pools and key.max_context == config.max_context
-        if not is_mine or type(key.scale) is not float:
-            own = " or ".join(f"{profile}, {known}" for profile, known in pools)
-            raise pk.MisuseError(
-                f"unit {key}", expected=f"the store's own {own}, max_context {config.max_context}, a float scale",
-                got=f"{key.profile}, {key.geometry}, max_context {key.max_context}, scale {key.scale!r}",
-                remedy="build the key with key_for of the store's configuration", clause="C15.2",
-            )
-        option = "decode_columns_max" if key.route == "decode" else "prefill_columns_max"
-        planned = config.decode_columns if key.route == "decode" else config.prefill_columns_max
-        if key.width > planned or key.batch > config.max_concurrency:
-            raise pk.ConfigError(
-                f"unit {key}", expected=f"B to {config.max_concurrency} and W to {planned}",
-                got=f"B={key.batch} and W={key.width}", remedy=f"raise {option} or max_concurrency of StoreConfig",
-                clause="C5.4",
-            )
+def _require_planned(config: pk.StoreConfig, key: GraphKey) -> None:
+    """Refuse a key that is no shape of this store, or wider than the store was planned for.  (C5.4, C15.2)"""
+    pools = [(pool.profile.name, pool.geometry) for pool in config.pools]
+    has_pool = (key.profile, key.geometry) in pools
+    geometry = key.geometry if has_pool else config.geometry
+    pk.AttentionShape(key.route, key.batch, key.width, geometry.query_heads, geometry.kv_heads, geometry.head_dim,
+                      config.max_context)  # refuses an unknown route, and B or W that the route does not have
+    if not has_pool or key.max_context != config.max_context or type(key.scale) is not float:
+        own = " or ".join(f"{profile}, {geometry}" for profile, geometry in pools)
+        raise pk.MisuseError(
+            f"unit {key}", expected=f"the store's own {own}, max_context {config.max_context}, a float scale",
+            got=f"{key.profile}, {key.geometry}, max_context {key.max_context}, scale {key.scale!r}",
+            remedy="build the key with key_for of the store's configuration", clause="C15.2",
+        )
+    option = "decode_columns_max" if key.route == "decode" else "prefill_columns_max"
+    width_max = config.decode_columns if key.route == "decode" else config.prefill_columns_max
+    if key.width > width_max or key.batch > config.max_concurrency:
+        raise pk.ConfigError(
+            f"unit {key}", expected=f"B to {config.max_concurrency} and W to {width_max}",
+            got=f"B={key.batch} and W={key.width}", remedy=f"raise {option} or max_concurrency of StoreConfig",
+            clause="C5.4",
+        )
 
 
 def _array_form(shape: object, dtype: object) -> tuple[tuple[int, ...], np.dtype[Any]]:

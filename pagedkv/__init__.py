@@ -11,12 +11,13 @@ CuPy nor a compiler.
 
 from __future__ import annotations
 
+from pagedkv import codecs
 from pagedkv.clauses import Clause, clause, clauses
-from pagedkv.codecs import codecs
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Device, Event, Graph, Kernel, ModuleSpec, Stream, cpu_only
 from pagedkv.errors import (
     ActivationRefused,
+    BrokenOff,
     CapacityError,
     CaptureRefused,
     ConfigError,
@@ -34,13 +35,14 @@ from pagedkv.errors import (
     TransferFailed,
     UnitInFlight,
 )
-from pagedkv.ledger.activation import ActivationPlan, ActivationTarget, PoolPlan, Refusal
+from pagedkv.ledger.batch import Batch
 from pagedkv.ledger.continuations import Continuation
 from pagedkv.ledger.events import PageEvent, PageObserver
 from pagedkv.ledger.inspect import ContinuationInspection, PoolInspection, SpaceInspection, StoreInspection
-from pagedkv.ledger.ledger import Batch, StoreLedgers
+from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, PoolPlan, Refusal, Transaction
+from pagedkv.ledger.units import Submission
 from pagedkv.ops.modules import shipped_modules
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
@@ -71,6 +73,7 @@ __all__ = [
     "AttentionShape",
     "AutoCapacity",
     "Batch",
+    "BrokenOff",
     "CapacityError",
     "CapacityPlan",
     "CaptureRefused",
@@ -90,6 +93,7 @@ __all__ = [
     "JournalFailed",
     "KVGeometry",
     "Kernel",
+    "Ledger",
     "MTPBackend",
     "MissingRequirement",
     "MisuseError",
@@ -115,10 +119,10 @@ __all__ = [
     "StoreConfig",
     "StoreInspection",
     "StoreLatched",
-    "StoreLedgers",
     "Stream",
     "StreamHazard",
-    "SubmittedUnit",
+    "Submission",
+    "Transaction",
     "TransferFailed",
     "UnitInFlight",
     "clause",

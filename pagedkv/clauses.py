@@ -49,7 +49,7 @@ def parse_clauses(text: str, prefix: str) -> dict[str, Clause]:
         text: a text in the form that the head of this module describes.
         prefix: put before a section's number: ``""`` for the contract, ``"codecs "`` for the codecs.
     Raises:
-        ValueError: a name occurs twice, or a clause stands outside the section of its number.
+        ValueError: a name occurs twice, or a clause is outside the section of its number.
     """
     lines_of: dict[str, list[str]] = {}
     titles: dict[str, str] = {}
@@ -67,7 +67,7 @@ def parse_clauses(text: str, prefix: str) -> dict[str, Clause]:
         elif item:
             clause = item[1]
             if clause.partition(".")[0] != section:
-                raise ValueError(f"clause {clause} stands in section {section or 'none'}")
+                raise ValueError(f"clause {clause} is in section {section or 'none'}")
             _open(lines_of, clause)
             titles[clause] = _PLAIN_MARKS.sub("", line[item.end() :])
         for name in (section, clause):
@@ -104,17 +104,16 @@ def clause(name: str) -> str:
         MisuseError: there is no such clause; the message lists the nearest names.
     """
     known = _all_clauses()
-    wanted = _canonical(name) if isinstance(name, str) else ""
-    if wanted in known:
-        return known[wanted].text
-    nearest = difflib.get_close_matches(wanted, known, n=4, cutoff=0.5)
+    canonical = _canonical(name) if isinstance(name, str) else ""
+    if canonical in known:
+        return known[canonical].text
+    nearest = difflib.get_close_matches(canonical, known, n=4, cutoff=0.5)
     raise MisuseError(
         f"clause {name!r}",
         expected="a clause such as C12.2, a section such as C12, or a codec section such as codecs 3",
         got=f"{name!r}, which no text contains",
         remedy=f"look at {', '.join(nearest)}" if nearest else "list them with `pagedkv help`",
-        clause="C0",
-        nearest=tuple(nearest),
+        clause="C0", nearest=tuple(nearest),
     )
 
 

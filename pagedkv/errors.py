@@ -1,41 +1,45 @@
-"""The exception tree: every way in which the library says no.
+"""The exception tree: every error of the library, and when it is raised.
 
-A refusal names what was refused, what was expected, what was got, what to do, and the clause that
-decides it; the same facts are attributes, so a caller never parses text.  State is unchanged after
-every refusal.  Scarcity inside a step is an answer (a value), never an exception (C10.9, C16.17).
+A message says what was refused, what was expected, what was passed instead, what to do, and the clause
+that decides.  The same facts are attributes, so a caller never parses text.  A refusal changes no state.
+Scarcity inside a step is an answer (a value), never an exception (C10.9, C16.17).
 
     PagedKVError
       MisuseError (also ValueError)     a rule was broken by the caller
         ConfigError                     a configuration that cannot be honoured (construction)
-        EntitlementExceeded             a mapping beyond what the space is guaranteed (C9.3)
+        EntitlementExceeded             a mapping beyond the entitlement of the space (C9.3)
         UnitInFlight                    the row is frozen by a unit that has not completed (C12.2)
         CaptureRefused                  an operation that stream capture forbids
-      StaleHandle                       a handle that outlived what it named (C6.1)
+      StaleHandle                       a handle whose object is gone (C6.1)
       CapacityError                     scarcity while a store is built
       TransferFailed                    a copy of pages could not be queued; nothing was published
       ActivationRefused                 scarcity at `activate`; carries the Refusal (C10.9)
       SnapshotRefused                   scarcity, or provisional pages, at `snapshot`; carries the Refusal (C10.6)
       DeviceFault                       a kernel failed: kernel, block and thread
-        Corruption                      bytes or entries that nobody was to change (sanitizer mode)
+        Corruption                      bytes or entries changed that must not change (sanitizer mode)
         StreamHazard                    work in the wrong order, memory re-used too early (cpu device, deferred)
-      JournalFailed                     lines of a journal could not be written; every operation stands
-      StoreLatched                      the store stopped after a device error (C12.4)
+      JournalFailed                     lines of a journal could not be written; operations stay valid
+      BrokenOff                         an operation broke off between its first and its last write (C12.4)
+      StoreLatched                      the store stopped after one of the errors above (C12.4)
       MissingRequirement                a compiler, driver, package or model is not there
 """
 
 from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
 
 
 class PagedKVError(Exception):
     """Base of every error raised by pagedkv.
 
     Args:
-        refused: what was refused, with names as the caller knows them.
-        expected: what would have been accepted.
-        got: what was given or found.
-        remedy: what to do about it.
-        clause: the clause that decides, for example ``"C9.3"`` or ``"codecs 4"``.
-        fields: further numbers of the refusal; each becomes an attribute.
+        refused: the refused operation or value, in names that the caller knows.
+        expected: the accepted values.
+        got: the value instead.
+        remedy: the next step for the caller.
+        clause: the deciding clause, for example ``"C9.3"`` or ``"codecs 4"``.
+        fields: further facts of the refusal; each is an attribute.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class StaleHandle(PagedKVError):
 
 
 class CapacityError(PagedKVError):
-    """Not enough memory or pages to build what was asked for."""
+    """Not enough memory or pages to build a store."""
 
 
 class ActivationRefused(PagedKVError):
@@ -101,7 +105,7 @@ class TransferFailed(PagedKVError):
 
 
 class JournalFailed(PagedKVError):
-    """A line of a journal could not be written.  Every operation stands; field `lines` counts those before it."""
+    """A line of a journal could not be written.  Operations stay valid; field `lines` counts the lines before it."""
 
 
 class DeviceFault(PagedKVError):
@@ -109,26 +113,30 @@ class DeviceFault(PagedKVError):
 
 
 class Corruption(DeviceFault):
-    """Device memory differs from what the ledgers put there: found in sanitizer mode, latches the store (C12.4).
+    """Device memory differs from the ledgers; sanitizer mode finds it and latches the store (C12.4).
 
     Fields: `pool`; `row` and `block` of a table entry, or `page_id`, `role` and `layer` of a page's bytes.
     """
 
 
 class StreamHazard(DeviceFault):
-    """The order of work, or the re-use of memory, is wrong: found by the cpu device in deferred mode.
+    """The order of work, or the re-use of memory, is wrong; the cpu device finds it in deferred mode.
 
-    Fields: `operation` (what was about to run, or the host's access), `buffer`, and `other` (the operation that
+    Fields: `operation` (the next operation to run, or the host's access), `buffer`, and `other` (the operation that
     it races with; empty when the host is the other side).
     """
 
 
+class BrokenOff(PagedKVError):
+    """An operation broke off between its first and its last write: field `operation`; latches the store (C12.4)."""
+
+
 class StoreLatched(PagedKVError):
-    """The store stopped after a device error; only closing and evidence remain (C12.4)."""
+    """The store stopped after a device error or a broken operation; only closing and evidence remain (C12.4)."""
 
 
 class MissingRequirement(PagedKVError):
-    """Something outside the library is needed: what, and how to get it."""
+    """Something outside the library is missing; the message says how to get it."""
 
 
 def _rebuild(
@@ -136,3 +144,31 @@ def _rebuild(
     fields: dict[str, object],
 ) -> PagedKVError:
     return kind(refused, expected=expected, got=got, remedy=remedy, clause=clause, **fields)
+
+
+class Caught:
+    """Holds the Exception that left the block, if one did, instead of letting it out.
+
+        with Caught() as caught:
+            observer(event)
+        if caught.error is not None: ...
+
+    For code of others, where any Exception is an answer, and for cleaning up, where an error must not replace the first
+    one: `Caught(first)` adds a note to `first`.  An interrupt or an exit is no Exception and leaves the block.
+    """
+
+    def __init__(self, first: BaseException | None = None) -> None:
+        self.error: Exception | None = None
+        self._first = first
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+            if self._first is not None:
+                self._first.add_note(f"and cleaning up failed: {error!r}")
+        return self.error is not None

@@ -4,15 +4,13 @@ Randomness comes from one seed: printed in the header and again beside each fail
 (or `--seed random`).  Each test draws from its own generator, made of the seed and the test's name, so a
 test sees the same numbers alone, in another order, or on another worker.
 
-Tests marked `deferred` run on the cpu device as it is and, three seeds each, on one that defers work (design 4);
-the long run adds seeds up to 50.  `--device-mode deferred --device-seeds N` runs every test so.  Most tests leave
-a seed nothing to choose: `--note-choices FILE` lists those that do, and `--with-choices FILE` runs them alone.
+Tests marked `deferred` run on the cpu device as it is and on one that defers work (design 4): with seed 0, and where
+that seed had a choice, with `--device-seeds N` seeds in all.  `--device-mode deferred` runs every test so.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import zlib
 from collections.abc import Generator, Iterator
@@ -25,6 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+from _pytest.runner import runtestprotocol
 
 import pagedkv as pk
 from pagedkv import devices
@@ -34,19 +33,18 @@ from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.devices.cuda.runtime import CudaRuntime
 from tests.cuda.fake_cupy import FakeCupy
 from tests.kernels.cpu_helpers import cpu_device
+from tests.ptxsim.simulated_device import SimulatedDevice, load_simulator
 
 SEED_DEFAULT = 20_480
-DEFERRED_SEEDS = 3
-DEFERRED_SEEDS_LONG = 50
 ROOT = Path(__file__).resolve().parent.parent
-LISTED = pytest.StashKey[frozenset[str]]()
+DEVICE_SEED = pytest.StashKey[int]()
+HAD_CHOICE = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device-mode", default="", choices=("", "eager", "deferred"), help="one mode for every test")
-    parser.addoption("--device-seeds", type=int, default=3, help="seeds of the deferred mode (%(default)s)")
-    parser.addoption("--note-choices", default="", help="a file that the tests are added to whose order a seed chose")
-    parser.addoption("--with-choices", default="", help="such a file: run the tests in it alone")
+    parser.addoption("--device-seeds", type=int, default=3, help="seeds where one has a choice (%(default)s)")
+    parser.addoption("--emulated", action="store_true", help="kernel tests run under the emulator and its sanitizer")
     parser.addoption("--seed", default=str(SEED_DEFAULT), help="an integer, or 'random' (%(default)s)")
 
 
@@ -67,66 +65,56 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed:
         report.sections.append(("seed", f"--seed {item.config.option.seed}"))
+        if DEVICE_SEED in item.stash:
+            report.sections.append(("seed of the deferred device", str(item.stash[DEVICE_SEED])))
     return report
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    mode, seeds = metafunc.config.option.device_mode, metafunc.config.option.device_seeds
+    mode = metafunc.config.option.device_mode
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
-    is_marked = "deferred" in marks
-    if "eager_only" in marks:
-        return
-    listed = _listed(metafunc.config)
-    if listed is not None and not any(name.startswith(f"{metafunc.definition.nodeid}[") for name in listed):
-        seeds = 1  # it will be deselected
-    if mode == "deferred":
-        modes = [pytest.param(number, id=f"deferred{number}") for number in range(seeds)]
-    elif is_marked and not mode:
-        modes = [pytest.param(None, id="eager")]
-        modes += [pytest.param(number, id=f"deferred{number}") for number in range(DEFERRED_SEEDS)]
-        modes += [
-            pytest.param(number, id=f"deferred{number}", marks=pytest.mark.long)
-            for number in range(DEFERRED_SEEDS, DEFERRED_SEEDS_LONG)
-        ]
-    else:
-        return
-    metafunc.parametrize("device_mode", modes, indirect=True)
+    if "eager_only" not in marks and ("deferred" in marks or mode):
+        metafunc.parametrize("device_mode", [mode] if mode else ["eager", "deferred"], indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Only the cpu device has a deferred mode: the streams of another one are real.
-    kept = [item for item in items if not _is_deferred_elsewhere(item)]
-    listed = _listed(config)
-    if listed is not None:
-        kept = [item for item in kept if _seedless(item) in listed]
-    if len(kept) < len(items):
-        remaining = set(kept)
-        config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
-        items[:] = kept
+    elsewhere = [item for item in items if _is_deferred(item) and _parameters(item).get("device", "cpu") != "cpu"]
+    config.hook.pytest_deselected(items=elsewhere)
+    dropped = set(elsewhere)
+    items[:] = [item for item in items if item not in dropped]
 
 
-def _listed(config: pytest.Config) -> frozenset[str] | None:
-    """Return the names of the tests to run alone, or None."""
-    path = config.option.with_choices
-    if path and LISTED not in config.stash:
-        config.stash[LISTED] = frozenset(Path(path).read_text().splitlines())
-    return config.stash.get(LISTED, None)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a deferred test with seed 0, and with further seeds while it passes and one of them had a choice."""
+    if not _is_deferred(item):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports: list[pytest.TestReport] = []
+    for number in range(item.config.option.device_seeds):
+        item.stash[DEVICE_SEED] = number
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        if not (all(report.passed for report in reports) and item.stash.get(HAD_CHOICE, False)):
+            break
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
-def _is_deferred_elsewhere(item: pytest.Item) -> bool:
-    values = item.callspec.params if hasattr(item, "callspec") else {}
-    return values.get("device_mode") is not None and values.get("device", "cpu") != "cpu"
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-def _seedless(item: pytest.Item) -> str:
-    """Return the name of a test without the seed that it runs with."""
-    return re.sub(r"deferred\d+", "deferred", item.nodeid)
+def _is_deferred(item: pytest.Item) -> bool:
+    return _parameters(item).get("device_mode") == "deferred"
 
 
 @pytest.fixture(autouse=True)
 def device_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int | None]:
     """The deferred seed of every cpu device that the test opens by name; None for eager ones."""
-    number: int | None = getattr(request, "param", None)
+    number = request.node.stash[DEVICE_SEED] if _is_deferred(request.node) else None
     opened: list[CpuDevice] = []
 
     def deferred(**options: Any) -> CpuDevice:
@@ -137,10 +125,8 @@ def device_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if number is not None:
         monkeypatch.setattr(devices, "CpuDevice", deferred)
     yield number
-    note = request.config.option.note_choices
-    if note and any(device.order_choices for device in opened):
-        with Path(note).open("a") as lines:
-            lines.write(_seedless(request.node) + "\n")
+    if any(device.order_choices for device in opened):
+        request.node.stash[HAD_CHOICE] = True
 
 
 @pytest.fixture
@@ -156,8 +142,11 @@ def rng(request: pytest.FixtureRequest, seed: int) -> np.random.Generator:
 
 
 @pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest, device_mode: int | None) -> Iterator[pk.Device]:
+def device(request: pytest.FixtureRequest, device_mode: int | None) -> Iterator[Any]:
     """Each device in turn; without a GPU, the cuda device on a CuPy that has none (`tests/cuda/fake_cupy.py`)."""
+    if request.config.option.emulated:
+        yield SimulatedDevice(load_simulator())
+        return
     if request.param == "cpu":
         opened = pk.open_device("cpu")  # needs a compiler, which the `cpu` extra brings: its absence is a failure
     else:

@@ -26,6 +26,6 @@ class ShuffledRuns(FreeRuns):
 
 def shuffle_placement(store: pk.Store, *, seed: int) -> None:
     """Make an unused store hand out page ids in random order, another one in every pool."""
-    for index, spaces in enumerate(store._ledgers.spaces.values()):
+    for index, spaces in enumerate(store._ledger.active.values()):
         assert spaces.pool.available == spaces.pool.capacity, "shuffle before anything is activated"
         spaces.pool.free_runs = ShuffledRuns(spaces.pool.capacity, seed + index)

@@ -72,7 +72,7 @@ def test_an_unknown_clause_is_refused_with_its_neighbours(name: str, near: str) 
 
 def test_a_text_with_a_clause_in_the_wrong_section_is_refused() -> None:
     """The parser does not guess."""
-    with pytest.raises(ValueError, match="stands in section C1"):
+    with pytest.raises(ValueError, match="is in section C1"):
         parse_clauses("## C1 One\n\n- C2.1 text", "")
     with pytest.raises(ValueError, match="occurs twice"):
         parse_clauses("## C1 One\n\n- C1.1 text\n- C1.1 again", "")

@@ -18,8 +18,8 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.devices import CpuDevice
-from pagedkv.graphs import CapturedUnit, DecodeLoop, GraphKey, Unit
-from tests.host.builders import refused
+from pagedkv.graphs import DecodeLoop, GraphKey, Unit, UnitGraph
+from tests.host.refusals import refused
 from tests.toy_model import ToyModel
 
 GEOMETRY = pk.KVGeometry(layers=2, query_heads=2, kv_heads=1, head_dim=64)
@@ -72,7 +72,7 @@ def fail_beyond_position_11(valid_columns: Any, first_positions: Any) -> None:
 @pytest.mark.parametrize("name", ["finish", "abort", "committed_tokens", "budget_tokens", "page_ids"])
 def test_what_is_no_sequence_is_refused(name: str, handle: Any) -> None:
     """C10.1: the answer of try_activate may be a Refusal."""
-    with opened() as store, refused(pk.MisuseError, "C10.1", store._ledgers):
+    with opened() as store, refused(pk.MisuseError, "C10.1", store._ledger):
         getattr(store, name)(handle)
 
 
@@ -81,7 +81,7 @@ def test_a_forged_handle_is_stale(row: Any, serial: Any) -> None:
     """C10.1: only plain integers name a row; a NumPy row would poison the free rows."""
     with opened() as store:
         own = store.activate(prompt_tokens=4, output_tokens=0)
-        with refused(pk.StaleHandle, "C10.1", store._ledgers):
+        with refused(pk.StaleHandle, "C10.1", store._ledger):
             store.finish(pk.Sequence(own.store_id, row, serial))
 
 
@@ -91,7 +91,7 @@ def test_a_handle_of_another_process_is_stale() -> None:
         own = store.activate(prompt_tokens=4, output_tokens=0)
 
         assert own.store_id >> 32 == os.getpid()
-        with refused(pk.StaleHandle, "C10.1", store._ledgers):
+        with refused(pk.StaleHandle, "C10.1", store._ledger):
             store.finish(pk.Sequence(own.store_id & 0xFFFFFFFF, own.row, own.serial))
 
 
@@ -101,19 +101,19 @@ def test_batches_and_units_are_what_the_store_made() -> None:
         sequence = store.activate(prompt_tokens=4, output_tokens=0)
         strangers: tuple[Any, ...] = (sequence, [sequence], None, 5)
         for wrong in (sequence, None, 5):
-            with refused(pk.MisuseError, "C11.3", store._ledgers):
+            with refused(pk.MisuseError, "C11.3", store._ledger):
                 store.batch(wrong)  # type: ignore[arg-type]
         for stranger in strangers:
-            with refused(pk.MisuseError, "C11.3", store._ledgers):
+            with refused(pk.MisuseError, "C11.3", store._ledger):
                 store.begin_unit(stranger, 1)
             for name in ("submit", "wait", "commit", "fail"):
-                with refused(pk.MisuseError, "C12.3", store._ledgers):
+                with refused(pk.MisuseError, "C12.3", store._ledger):
                     getattr(store, name)(stranger)
-        with refused(pk.MisuseError, "C3.3", store._ledgers):
+        with refused(pk.MisuseError, "C3.3", store._ledger):
             store.committed_tokens(sequence, [])  # type: ignore[arg-type]
-        with refused(pk.MisuseError, "C10.9", store._ledgers):
+        with refused(pk.MisuseError, "C10.9", store._ledger):
             store.can_honour((4, 0))  # type: ignore[arg-type]
-        with refused(pk.MisuseError, "C15.1", store._ledgers):
+        with refused(pk.MisuseError, "C15.1", store._ledger):
             store.launch_graph(None)  # type: ignore[arg-type]
 
 
@@ -122,7 +122,7 @@ def test_what_a_unit_shows_cannot_be_written() -> None:
     with opened() as store:
         batch = store.batch([store.activate(prompt_tokens=4, output_tokens=0)])
         unit = store.begin_unit(batch, [3])
-        shown = (batch.rows, unit.rows, unit.columns["main"], unit.written["main"].span, unit.first_positions["main"])
+        shown = (batch.rows, unit.rows, unit.columns["main"], unit.written["main"].by_row, unit.first_positions["main"])
         for array in shown:
             with pytest.raises(ValueError, match="read-only"):
                 array[0] = 1
@@ -136,7 +136,7 @@ def test_work_submitted_after_a_completion_is_waited_for() -> None:
         store.wait(unit)
         store.submit(unit)
 
-        with refused(pk.MisuseError, "C12.3", store._ledgers):
+        with refused(pk.MisuseError, "C12.3", store._ledger):
             store.commit(unit)
         store.wait(unit)
         store.commit(unit)
@@ -149,9 +149,9 @@ def test_mapping_under_capture_is_refused_before_anything_is_mapped() -> None:
         sequence = store.activate(prompt_tokens=100, output_tokens=0)
         batch = store.batch([sequence])
         store.device.begin_capture(store.stream)
-        with refused(pk.CaptureRefused, "C11.2", store._ledgers):
+        with refused(pk.CaptureRefused, "C11.2", store._ledger):
             store.begin_unit(batch, 4)
-        with refused(pk.CaptureRefused, "C11.2", store._ledgers):
+        with refused(pk.CaptureRefused, "C11.2", store._ledger):
             store.ensure_mapped_to_tokens(sequence, 4)
         store.device.abort_capture(store.stream)
 
@@ -174,14 +174,24 @@ def test_a_configuration_crosses_a_process_boundary() -> None:
 
 def test_leaving_a_store_does_not_hide_the_first_error() -> None:
     """C12.4: what closing says is a note on it."""
-    store = pk.open_store(CONFIG, device="cpu")
-    store.device.begin_capture(store.stream)
+    store = pk.open_store(CONFIG, device=CpuDevice(mode="deferred"))
+    launch_a_crash(store)
     first = KeyError("first")
     store.__exit__(KeyError, first, None)
 
-    assert "capture" in first.__notes__[0]
-    store.device.abort_capture(store.stream)
+    assert "crash" in first.__notes__[0]
     store.close()
+
+
+def test_closing_aborts_a_capture() -> None:
+    """C12.4: a capture that its owner left open keeps no store from being closed, nor its device from going on."""
+    device = pk.open_device("cpu")
+    store = pk.open_store(CONFIG, device=device)
+    device.begin_capture(store.stream)
+    store.close()
+
+    assert not store.stream.is_capturing
+    pk.open_store(CONFIG, device=device).close()
 
 
 def launch_a_crash(store: pk.Store) -> None:
@@ -210,7 +220,7 @@ def test_every_call_that_meets_a_fault_latches_the_store() -> None:
             model = ToyModel(store)
             launch_a_crash(store)
             with pytest.raises(pk.DeviceFault, match="crash") as caught:
-                store.check() if is_check else CapturedUnit(store, model, KEY)
+                store.check() if is_check else UnitGraph(store, model, KEY)
 
             assert store.evidence is caught.value
 
@@ -239,7 +249,7 @@ def test_ledgers_beyond_host_memory_are_a_capacity_error(monkeypatch: pytest.Mon
     def lack(config: pk.StoreConfig, store_id: int) -> None:
         raise MemoryError("Unable to allocate 256. GiB")
 
-    monkeypatch.setattr("pagedkv.store.store.StoreLedgers", lack)
+    monkeypatch.setattr("pagedkv.store.store.Ledger", lack)
     with pytest.raises(pk.CapacityError, match="page descriptors"):
         pk.open_store(CONFIG, device="cpu")
 
@@ -253,10 +263,10 @@ def test_what_is_no_token_id_is_neither_prefilled_nor_a_stop(ids: Any) -> None:
     with opened() as store:
         loop = DecodeLoop(store, ToyModel(store))
         sequence = store.activate(prompt_tokens=4, output_tokens=2)
-        with refused(pk.MisuseError, "C14.4", store._ledgers, loop._progress):
+        with refused(pk.MisuseError, "C14.4", store._ledger, loop._outputs):
             loop.prefill(sequence, ids)
         loop.prefill(sequence, [1, 2, 3, 4])
-        with refused(pk.MisuseError, "C14.4", store._ledgers, loop._progress):
+        with refused(pk.MisuseError, "C14.4", store._ledger, loop._outputs):
             loop.step([sequence], stop_tokens=ids)
 
 
@@ -266,15 +276,13 @@ def test_a_refused_step_changes_no_sequence() -> None:
         loop = DecodeLoop(store, ToyModel(store))
         sequence, stranger = (store.activate(prompt_tokens=4, output_tokens=2) for _ in range(2))
         loop.prefill(sequence, [1, 2, 3, 4])
-        stops = [loop._progress[sequence].last_token]
-        cases: tuple[tuple[Any, str], ...] = (
-            ([sequence, sequence], "C11.3"), (sequence, "C11.3"), (None, "C11.3"), ([[]], "C11.3"),
-            ([sequence, stranger], "C9.4"),
-        )  # fmt: skip
+        stops = [loop._outputs[sequence].last_token]
+        cases: tuple[tuple[Any, str], ...] = (([sequence, sequence], "C11.3"), (sequence, "C11.3"), (None, "C11.3"),
+                                              ([[]], "C11.3"), ([sequence, stranger], "C9.4"))
         for named, clause in cases:
-            with refused(pk.MisuseError, clause, store._ledgers, loop._progress):
+            with refused(pk.MisuseError, clause, store._ledger, loop._outputs):
                 loop.step(named, stop_tokens=stops)
-            with refused(pk.MisuseError, clause, store._ledgers, loop._progress):
+            with refused(pk.MisuseError, clause, store._ledger, loop._outputs):
                 loop.decode(named, stop_tokens=stops)
 
 
@@ -330,42 +338,39 @@ def test_a_negative_sample_is_refused_and_not_committed() -> None:
         loop = DecodeLoop(store, Meddler(ToyModel(store), after=lambda unit: unit.call(
             write_no_token, unit.next_tokens)))
         sequence = store.activate(prompt_tokens=4, output_tokens=2)
-        with refused(pk.MisuseError, "C14.4", loop._progress, match="next_tokens"):
+        with refused(pk.MisuseError, "C14.4", loop._outputs, match="next_tokens"):
             loop.prefill(sequence, [1, 2, 3, 4])
 
         assert store.committed_tokens(sequence) == 0
 
 
-def test_an_interrupted_commit_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C9.5: an interrupt after the frontier moved and before the row thawed; the step may be made again."""
-    with opened() as store:
+def test_an_interrupted_commit_latches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C12.4: an interrupt after the frontier moved and before the row thawed; nothing is decided on half a commit."""
+    with pk.open_store(CONFIG, device="cpu") as store:
         loop = DecodeLoop(store, ToyModel(store))
         sequence = store.activate(prompt_tokens=4, output_tokens=4)
         loop.prefill(sequence, [1, 2, 3, 4])
 
-        def interrupt(unit: pk.SubmittedUnit) -> None:
+        def interrupt(unit: pk.Submission) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(store._ledgers, "_end_unit", interrupt)
-            patch.setattr(store._ledgers, "fail_unit", store._ledgers.guard.end)
+            patch.setattr(store._ledger, "_end_unit", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 loop.step([sequence])
 
-        assert store.committed_tokens(sequence) == 4
-        store.check()
-        assert len(loop.step([sequence])[sequence]) == 2
+        assert isinstance(store.evidence, pk.BrokenOff)
+        assert store.evidence.operation == "commit"
+        with pytest.raises(pk.StoreLatched, match="every call after commit"):
+            loop.step([sequence])
 
 
 @pytest.mark.parametrize("meddling", [
-    lambda unit: unit.attend(2, None, None, None, None),
-    lambda unit: unit.attend(-1, None, None, None, None),
+    lambda unit: unit.attend(2, None, None, None, None), lambda unit: unit.attend(-1, None, None, None, None),
     lambda unit: unit.attend(True, None, None, None, None),
-    lambda unit: unit.attend(0, None, None, None, None, pool="mtp"),
-    lambda unit: unit.empty(5, np.int32),
-    lambda unit: unit.empty((1,), "zz"),
-    lambda unit: unit.launch(None, (1, 1, 1), (1, 1, 1), ()),
-])  # fmt: skip
+    lambda unit: unit.attend(0, None, None, None, None, pool="mtp"), lambda unit: unit.empty(5, np.int32),
+    lambda unit: unit.empty((1,), "zz"), lambda unit: unit.launch(None, (1, 1, 1), (1, 1, 1), ()),
+])
 def test_what_a_model_asks_wrongly_is_refused_at_its_first_enqueue(meddling: Callable[[Unit], None]) -> None:
     """C14.1, C15.1: layer -1 would be the last one; nothing is allocated and no frontier moves."""
     with opened() as store:
@@ -380,14 +385,14 @@ def test_what_a_model_asks_wrongly_is_refused_at_its_first_enqueue(meddling: Cal
 @pytest.mark.parametrize("changed", [
     {"batch": True}, {"batch": "1"}, {"batch": 0}, {"batch": 1.5}, {"width": 0}, {"route": "x"}, {"profile": "k8v4"},
     {"max_context": 64}, {"geometry": pk.KVGeometry(1, 1, 1, 64)}, {"scale": None}, {"scale": float("nan")},
-], ids=repr)  # fmt: skip
+], ids=repr)
 def test_a_key_that_is_no_shape_of_the_store_is_refused(changed: dict[str, Any]) -> None:
     """C15.2: a captured unit is what its key says."""
     with opened() as store:
         model = ToyModel(store)
-        assert CapturedUnit(store, model, KEY).graph is not None
+        assert UnitGraph(store, model, KEY).graph is not None
         with pytest.raises(pk.MisuseError):
-            CapturedUnit(store, model, dataclasses.replace(KEY, **changed))
+            UnitGraph(store, model, dataclasses.replace(KEY, **changed))
 
 
 def test_a_loop_is_built_of_a_store_and_a_model() -> None:

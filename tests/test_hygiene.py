@@ -33,15 +33,12 @@ class Banned:
 # Patterns are put together from halves, so that this file does not contain what it bans.
 TEXT = (
     Banned(
-        "a path of one machine",
-        re.compile(r"(?<![\w.$})~])/" + r"(?:work|root|tmp|home)" + r"/"),
+        "a path of one machine", re.compile(r"(?<![\w.$})~])/" + r"(?:work|root|tmp|home)" + r"/"),
         "a path relative to the checkout, tmp_path in tests, or XDG_CACHE_HOME",
     ),
     Banned(
-        "work left undone",
-        re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX|HA" + r"CK)\b"),
-        "do it, or file it where work is planned",
-        exempt=(("pyproject.toml", "names lint rules"),),
+        "work left undone", re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX|HA" + r"CK)\b"),
+        "do it, or file it where work is planned", exempt=(("pyproject.toml", "names lint rules"),),
     ),
     Banned(
         "the host of a package registry",
@@ -49,9 +46,7 @@ TEXT = (
         "the package's name; where it comes from is the reader's configuration",
     ),
     Banned(
-        "an expected failure",
-        re.compile(r"pytest\.(?:mark\.)?x" + r"fail"),
-        "mend it, or assert what happens today",
+        "an expected failure", re.compile(r"pytest\.(?:mark\.)?x" + r"fail"), "mend it, or assert what happens today"
     ),
 )
 

@@ -9,6 +9,7 @@ A folder of `pagedkv/` is a layer.  A new folder fails the first test until `MAY
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,16 +19,11 @@ from pathlib import Path
 import pytest
 
 import pagedkv as pk
-from tests.checkout import ROOT, name_of, source_files
+from tests.checkout import KERNEL_SUFFIXES, ROOT, name_of, source_files
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "values": set(),
-    "codecs": {"values"},
-    "ledger": {"values"},
-    "record": {"values", "ledger"},
-    "devices": {"values"},
-    "ops": {"values", "devices"},
-    "transfer": {"values", "ledger", "devices", "ops"},
+    "values": set(), "codecs": {"values"}, "ledger": {"values"}, "record": {"values", "ledger"}, "devices": {"values"},
+    "ops": {"values", "devices"}, "transfer": {"values", "ledger", "devices", "ops"},
     "store": {"values", "ledger", "record", "devices", "ops", "transfer"},
 }
 """What each folder may import beside itself and the modules of BESIDE."""
@@ -41,7 +37,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     **{layer: {"numpy"} for layer in ("values", "codecs", "ledger", "record", "ops", "transfer", "store")},
     "devices": {"numpy", "cupy", "cupy_backends", "nvtx"},
     "graphs": {"numpy", "nvtx"},
-    "tools": {"numpy", "click", "gguf", "tokenizers", "nvtx"},
+    "tools": {"numpy", "click", "gguf", "tokenizers", "cupy_backends"},
 }
 
 
@@ -145,14 +141,48 @@ def test_no_import_cycles() -> None:
         for imported in source.imports():
             if not imported.is_for_types:
                 graph[source.module].update(set(imported_modules(imported)) & MODULES - {source.module})
-    # What nothing imports any more is removed, again and again; what is left lies on a cycle or leads to one.
-    while leaves := [module for module, targets in graph.items() if not targets]:
-        for leaf in leaves:
-            del graph[leaf]
-        for targets in graph.values():
-            targets.difference_update(leaves)
 
-    assert sorted(graph) == []
+    assert near_cycles(graph) == []
+
+
+def near_cycles(graph: dict[str, set[str]]) -> list[str]:
+    """Return the nodes that lie on a cycle or lead to one: what is left when all leaves are removed, repeatedly."""
+    rest = {node: set(targets) for node, targets in graph.items()}
+    while leaves := [node for node, targets in rest.items() if not targets]:
+        for leaf in leaves:
+            del rest[leaf]
+        for targets in rest.values():
+            targets.difference_update(leaves)
+    return sorted(rest)
+
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
+CUDA_INCLUDES: dict[str, set[str]] = {
+    path.relative_to(ROOT / "cuda_src").as_posix(): set(_INCLUDE.findall(path.read_text(encoding="utf-8")))
+    for path in source_files(*KERNEL_SUFFIXES, folders=("cuda_src",))
+}
+"""What each file of `cuda_src` includes in quotation marks; every such name is one of these files."""
+
+
+def test_cuda_includes_have_no_cycle() -> None:
+    """C++ headers too: `#pragma once` would hide a cycle and leave its order to chance."""
+    included = {name for names in CUDA_INCLUDES.values() for name in names}
+
+    assert included <= set(CUDA_INCLUDES)
+    assert near_cycles(CUDA_INCLUDES) == []
+
+
+def test_kernels_reach_the_cpu_device_through_one_header() -> None:
+    """`kernels/runtime.cuh` joins the two folders, and `cpu_device/` knows no kernel."""
+    crossings = {
+        (file, name)
+        for file, names in CUDA_INCLUDES.items()
+        for name in names
+        if Path(file).parent != Path(name).parent
+    }
+
+    assert {file for file, _ in crossings} == {"kernels/runtime.cuh"}
+    assert {Path(name).parent.name for _, name in crossings} == {"cpu_device"}
 
 
 def test_graphs_and_tools_use_public_names_only() -> None:
@@ -229,14 +259,8 @@ for module in sys.argv[1:]:
 @pytest.mark.parametrize("modules", [("pagedkv",), ("pagedkv", "pagedkv.graphs"), ("pagedkv.tools.command",)])
 def test_import_needs_neither_cupy_nor_a_compiler(modules: tuple[str, ...]) -> None:
     """`import pagedkv` works with CuPy absent, starts no process, and is quiet."""
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALONE, *modules],
-        cwd=ROOT,
-        env={"PATH": "", "HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = subprocess.run([sys.executable, "-c", IMPORT_ALONE, *modules], cwd=ROOT,
+                            env={"PATH": "", "HOME": "/nonexistent"}, capture_output=True, text=True, timeout=60,
+                            check=False)
 
     assert (0, "", "") == (result.returncode, result.stdout, result.stderr)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from pagedkv.tools import command
+from pagedkv.tools.console import version
 from tests.checkout import KERNEL_SUFFIXES, ROOT, source_files
+
+FOLDERS = ("pagedkv", "graphs", "tools", "cuda_src")
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +23,10 @@ def project() -> dict[str, Any]:
 def test_every_package_is_listed(project: dict[str, Any]) -> None:
     """A folder with modules that setuptools does not know would be missing from a wheel only."""
     listed = set(project["tool"]["setuptools"]["packages"])
-    folders = {path.parent.relative_to(ROOT).as_posix() for path in source_files(".py", folders=("pagedkv",))}
-    folders |= {f"pagedkv/{name}" for name in ("graphs", "tools", "cuda_src")}
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in source_files(".py", folders=FOLDERS)}
+    packages = {folder.replace("/", ".") for folder in folders}
 
-    assert {folder.replace("/", ".") for folder in folders} == listed
+    assert {name if name.startswith("pagedkv") else f"pagedkv.{name}" for name in packages} == listed
 
 
 def test_every_package_is_found_where_it_is_mapped(project: dict[str, Any]) -> None:
@@ -45,7 +47,7 @@ def test_every_kernel_source_is_package_data(project: dict[str, Any]) -> None:
 
 def test_the_command_prints_the_version_of_the_project(project: dict[str, Any]) -> None:
     """One number, written once."""
-    assert command.version() == project["project"]["version"]
+    assert version() == project["project"]["version"]
 
 
 def test_every_ignored_lint_rule_has_a_reason() -> None:

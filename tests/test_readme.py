@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, and prints what its comments say."""
+"""The README's code runs unchanged and prints the output that its comments state."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def printed(code: str, folder: Path) -> list[str]:
     """Return the lines that code prints, in a process and a folder of its own."""
     script = folder / "example.py"
     script.write_text(code, encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=folder,
-                          env={**os.environ, "PYTHONPATH": str(README.parent)}, check=False)
+    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=folder,
+                             env={**os.environ, "PYTHONPATH": str(README.parent)}, check=False)
 
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()
 
 
 def comment_of(code: str, start: str) -> str:
-    """Return the comment behind the one line that starts so."""
+    """Return the comment of the only line with this start."""
     (line,) = [line for line in code.splitlines() if line.strip().startswith(start)]
     return line.partition(" # ")[2]
 
@@ -52,8 +52,8 @@ def test_the_second_example_goes_on_from_the_first(tmp_path: Path) -> None:
     assert printed("\n".join(BLOCKS[:2]), tmp_path)[1:] == [comment_of(BLOCKS[1], "print(")]
 
 
-def test_what_it_tells_while_it_runs_is_what_it_prints(tmp_path: Path) -> None:
-    """By itself: the event, the counter, and a journal that the command repeats."""
+def test_the_third_example_prints_its_comments(tmp_path: Path) -> None:
+    """An event, the counters, and a journal that can be replayed."""
     event, counts = printed(BLOCKS[2], tmp_path)
 
     assert event == comment_of(BLOCKS[2], "store.trim(")
@@ -63,17 +63,17 @@ def test_what_it_tells_while_it_runs_is_what_it_prints(tmp_path: Path) -> None:
 
 
 def test_the_calls_of_your_own_loop_exist() -> None:
-    """One line each, under the names that the library has."""
+    """Each row of the table names a method of `Store` or `DecodeLoop`."""
     section = TEXT.partition("## Your own loop")[2].partition("\n## ")[0]
     calls = [name for row in section.splitlines() if row.startswith("| `")
              for name in re.findall(r"(store|loop)\.(\w+)\(", row.split(" | ")[0])]  # fmt: skip
 
-    assert len(calls) == 11
+    assert len(calls) == 14
     assert [] == [name for owner, name in calls if not hasattr(pk.Store if owner == "store" else DecodeLoop, name)]
 
 
-def test_the_extras_that_the_readme_names_are_the_projects() -> None:
-    """Into one's own environment."""
+def test_the_extras_of_the_readme_exist() -> None:
+    """Each extra of an install command stands in pyproject.toml."""
     project = (README.parent / "pyproject.toml").read_text(encoding="utf-8")
     extras = re.findall(r"'\.\[(\w+)\]'", TEXT)
 
@@ -85,6 +85,6 @@ def test_the_extras_that_the_readme_names_are_the_projects() -> None:
     "name", ["tools/bootstrap.py", "tests/test_tour.py", "pagedkv/contract.md", "cuda_src/kernels/append.cu"]
 )
 def test_files_that_the_readme_names_exist(name: str) -> None:
-    """A reader is sent to files that are there."""
+    """The README and the checkout have the file."""
     assert name in TEXT
     assert (README.parent / name).is_file()

@@ -49,9 +49,9 @@ def noise(seed: int, *shape: int) -> Bits:
 def write(store: pk.Store, row: int, first: int, tokens: int, pool: str = "main", seed: int = 1) -> None:
     """Append noise to every layer at positions [first, first + tokens) of a table row."""
     for view in store.views[pool]:
-        k, v = (put(store, noise(seed + kind, 1, tokens, view.kv_heads, view.head_dim)) for kind in range(2))
+        k, v = (put(store, noise(seed + kind, 1, tokens, view.num_kv_heads, view.head_dim)) for kind in range(2))
         store.ops.append(view, k, v, put(store, np.array([first], np.int32)), put(store, np.array([row], np.int32)),
-                         stream=store.stream)  # fmt: skip
+                         stream=store.stream)
 
 
 def written(store: pk.Store, tokens: int, pool: str = "main", seed: int = 1) -> pk.Sequence:
@@ -69,12 +69,11 @@ def attend(store: pk.Store, row: int, position: int, pool: str = "main", layer: 
     view = store.views[pool][layer]
     q = noise(9, 1, 1, 4, view.head_dim)
     out = put(store, np.zeros_like(q))
-    shape = pk.AttentionShape("decode", 1, 1, 4, view.kv_heads, view.head_dim, view.max_context)
+    shape = pk.AttentionShape("decode", 1, 1, 4, view.num_kv_heads, view.head_dim, view.max_context)
     workspace = store.device.empty((max(pk.workspace_bytes(shape), 256),), np.uint8)
-    store.ops.causal_attention_cached(
-        view, put(store, q), out, put(store, np.array([position], np.int32)), put(store, np.array([row], np.int32)),
-        route="decode", workspace=workspace, stream=store.stream,
-    )  # fmt: skip
+    store.ops.causal_attention_cached(view, put(store, q), out, put(store, np.array([position], np.int32)),
+                                      put(store, np.array([row], np.int32)), route="decode", workspace=workspace,
+                                      stream=store.stream)
     host = np.empty_like(q)
     store.device.copy(host, out, store.stream)
     store.stream.synchronize()
@@ -139,21 +138,15 @@ def left_by_trim(store: pk.Store, sequence: pk.Sequence) -> None:
     assert store.trim(store.batch([sequence])) == 2
 
 
-def left_by_an_abort_in_flight(store: pk.Store, sequence: pk.Sequence) -> None:
+def left_by_an_abort_in_flight(store: pk.Store, sequence: pk.Sequence, *, is_committed: bool = True) -> None:
     unit = store.begin_unit(store.batch([sequence]), 1)
     assert not store.abort(sequence)
     store.wait(unit)
-    store.commit(unit)
-
-
-def left_by_a_failed_unit(store: pk.Store, sequence: pk.Sequence) -> None:
-    unit = store.begin_unit(store.batch([sequence]), 1)
-    assert not store.abort(sequence)
-    store.fail(unit)
+    (store.commit if is_committed else store.fail)(unit)
 
 
 WAYS_OUT = [left_by_finish, left_by_abort, left_by_truncate, left_by_trim, left_by_an_abort_in_flight,
-            left_by_a_failed_unit]  # fmt: skip
+            partial(left_by_an_abort_in_flight, is_committed=False)]
 
 
 @pytest.mark.deferred
@@ -246,11 +239,9 @@ def test_without_sanitizer_mode_there_is_no_call_for_it() -> None:
         with opened("k8v4", sanitizer=sanitizer) as store:
             counted = []
             sequence = store.activate(prompt_tokens=100, output_tokens=100)
-            steps = (
-                partial(store.ensure_mapped_to_tokens, sequence, 130), partial(store.trim, store.batch([sequence])),
-                partial(store.ensure_mapped_to_tokens, sequence, 64), partial(store.truncate, sequence, 0),
-                partial(store.finish, sequence),
-            )  # fmt: skip
+            steps = (partial(store.ensure_mapped_to_tokens, sequence, 130),
+                     partial(store.trim, store.batch([sequence])), partial(store.ensure_mapped_to_tokens, sequence, 64),
+                     partial(store.truncate, sequence, 0), partial(store.finish, sequence))
             for step in steps:
                 before = store.device.driver_calls
                 step()
@@ -347,14 +338,15 @@ def test_a_transfer_publishes_what_it_was_given(
     """C7.4, C13.2: equal bytes pass, whatever becomes of columns that are not committed; one bit stops the store."""
     for is_broken in (False, True):
         with opened(profile, backend=backend) as store:
-            engine, ledger = engine_of(store), store._ledgers.spaces[pool].pool
+            engine, spaces = engine_of(store), store._ledger.active[pool]
             source, target = written(store, 100, pool), written(store, 100, pool, seed=5)
             here, there = (np.array(store.page_ids(row, pool), np.int32) for row in (source, target))
             extent = store.device.pinned((engine.mover.packed_bytes(pool, 2),), np.uint8)
             extent[:] = 7
             pages, columns = np.array([1, 0], np.int32), np.array([64, 36], np.int32)
             sides = {"d2h": (here, pages), "h2d": (pages, there), "d2d": (here, there)}[direction]
-            transfer = engine.plan(direction, ledger, *sides, host_pages=0 if direction == "d2d" else 2)
+            transfer = engine.ledger.plan(direction, pool, spaces.pages, spaces.members[source.row, :2], *sides,
+                                          host_pages=0 if direction == "d2d" else 2)
             assert engine.submit(transfer, None if direction == "d2d" else extent, columns=columns)
             if direction == "d2h" or not is_ordered:
                 engine.wait(transfer)
@@ -374,15 +366,16 @@ def test_a_transfer_publishes_what_it_was_given(
                 assert engine.abort(transfer)
             else:
                 engine.publish(transfer)
-            assert (engine.ledger.counters.published, ledger.pins_total) == (int(not is_broken), 0)
+            assert (engine.ledger.counters.published, spaces.pages.pins_total) == (int(not is_broken), 0)
 
 
 def test_a_transfer_that_cannot_be_looked_at_is_refused() -> None:
     """C7.4: columns of another form, or no extent; nothing was queued and the transfer is still planned."""
     with opened() as store:
         engine, sequence = engine_of(store), written(store, 100)
-        transfer = engine.plan("d2h", store._ledgers.spaces["main"].pool,
-                               np.array(store.page_ids(sequence), np.int32), np.arange(2, dtype=np.int32), host_pages=2)
+        spaces = store._ledger.active["main"]
+        transfer = engine.ledger.plan("d2h", "main", spaces.pages, spaces.members[sequence.row, :2],
+                                      spaces.mapped_ids(sequence.row), np.arange(2, dtype=np.int32), host_pages=2)
         extent = store.device.pinned((engine.mover.packed_bytes("main", 2),), np.uint8)
         before = store.device.driver_calls
         for columns in ([64], [64, 65], [-1, 0]):
@@ -400,9 +393,8 @@ def test_a_transfer_that_cannot_be_looked_at_is_refused() -> None:
 @pytest.mark.parametrize("profile", pk.PROFILES)
 def test_poison_is_nan_in_the_plane_that_decides(profile: str) -> None:
     """C11.1: BF16 codes, or the scales of K and of V, both where nobody wrote and in the guard page."""
-    kinds: dict[Any, Callable[..., Any]] = {
-        np.dtype(np.uint16): lambda bits: bits.view(np.float16), np.dtype(np.uint8): pk.codecs.e4m3_decode
-    }  # fmt: skip
+    kinds: dict[Any, Callable[..., Any]] = {np.dtype(np.uint16): lambda bits: bits.view(np.float16),
+                                            np.dtype(np.uint8): pk.codecs.e4m3_decode}
     planes = plane_inventory(profile, layers=1, kv_heads=1, head_dim=64, pages=1, order="page-major")
     deciding = [plane for plane in planes if plane.role.endswith("scale")] or list(planes)
     assert len(deciding) == 2

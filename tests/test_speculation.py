@@ -1,14 +1,14 @@
-"""Speculation on a device: which bytes a consumer reads after verify, reject, trim and truncate.  (C9.6, C9.10, C13)
+"""Speculation on a device: the bytes that a consumer reads after verify, reject, trim and truncate.  (C9.6, C9.10, C13)
 
-Every row that is written says who wrote it: its pool, its position and the number of its launch.  A consumer reads
-through the table; what it finds below the frontier must be what was accepted last.
+A tag in every written row names its position and the number of its launch.  A consumer reads through the table; below
+the frontier it must read the rows that were accepted last.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,7 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
 from pagedkv.graphs.key import key_for
-from tests.placement import shuffle_placement
-from tests.toy_model import ToyModel
+from tests.toy_model import ToyModel, decode_all, opened_store, prefilled
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=16)
 DRAFT = pk.DraftFullBackend(pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=64))
@@ -26,17 +25,12 @@ BACKENDS = [pk.MTPBackend(5), DRAFT]
 Tags = npt.NDArray[np.int64]
 
 
-@contextmanager
 def opened(
     backend: pk.MTPBackend | pk.DraftFullBackend | None, *, max_context: int = 320, geometry: pk.KVGeometry = GEOMETRY
-) -> Iterator[pk.Store]:
-    """Open a store of two rows and scattered pages in sanitizer mode: a page that nobody wrote is NaN."""
-    config = pk.StoreConfig(geometry, profile="bf16", max_context=max_context, max_concurrency=2, backend=backend,
-                            kv_capacity=pk.ExplicitCapacity(2 * -(-max_context // 64) * 64), sanitizer=True)
-    with pk.open_store(config, device="cpu") as store:
-        shuffle_placement(store, seed=3)
-        yield store
-        store.check()
+) -> AbstractContextManager[pk.Store]:
+    """Open a store of two rows and scattered pages in sanitizer mode: an unwritten page is NaN."""
+    return opened_store(geometry, max_context=max_context, concurrency=2, placement_seed=3, backend=backend,
+                        sanitizer=True)
 
 
 def append_tags(store: pk.Store, pool: str, row: int, first: int, width: int, live: int, launch: int) -> None:
@@ -47,7 +41,7 @@ def append_tags(store: pk.Store, pool: str, row: int, first: int, width: int, li
     tags[0, :, 0, 1] = launch
     for view in store.views[pool]:
         repeat = view.head_dim // 4
-        rows = np.tile(np.repeat(tags, view.kv_heads, axis=2), (1, 1, 1, repeat))
+        rows = np.tile(np.repeat(tags, view.num_kv_heads, axis=2), (1, 1, 1, repeat))
         k, v = device.empty(rows.shape, np.uint16), device.empty(rows.shape, np.uint16)
         selectors = device.empty((3, 1), np.int32)
         device.copy(k, rows, stream)
@@ -58,25 +52,25 @@ def append_tags(store: pk.Store, pool: str, row: int, first: int, width: int, li
 
 
 def read_tags(store: pk.Store, pool: str, row: int, tokens: int) -> Tags:
-    """Return (tokens, 2): position and launch of what a consumer finds below a frontier; every copy must agree."""
+    """Return (tokens, 2): position and launch of each row that a consumer reads below a frontier; all planes agree."""
     store.stream.synchronize()
-    found = []
+    planes = []
     for view in store.views[pool]:
         for plane in (view.k_pages, view.v_pages):
             by_page = plane if view.order == "page-major" else np.moveaxis(plane, 1, 0)
-            rows = np.zeros((tokens, view.kv_heads, view.head_dim), np.int64)
+            rows = np.zeros((tokens, view.num_kv_heads, view.head_dim), np.int64)
             for position in range(tokens):
                 page_id = int(store.block_tables[pool][row, position >> 6])
                 rows[position] = by_page[page_id, :, position & 63]
-            found.append(rows.reshape(tokens, view.kv_heads * view.head_dim // 4, 4))
-    tags: Tags = found[0][:, 0, :2]
-    for rows in found:
+            planes.append(rows.reshape(tokens, view.num_kv_heads * view.head_dim // 4, 4))
+    tags: Tags = planes[0][:, 0, :2]
+    for rows in planes:
         assert (rows[..., :2] == tags[:, None]).all(), "heads, planes or layers of a position disagree"
     return tags
 
 
 class Tagged:
-    """A sequence whose every row is tagged, and what a consumer must find of it."""
+    """A sequence with a tag in every row, and the tags that a consumer must read."""
 
     def __init__(self, store: pk.Store, prompt_tokens: int, output_tokens: int) -> None:
         self.store = store
@@ -85,15 +79,14 @@ class Tagged:
         self.launches = 0
 
     def unit(self, columns: dict[str, int], accepted: dict[str, int]) -> None:
-        """Write columns in every named pool, accept some, and remember those."""
+        """Write columns in every named pool, accept some, and expect those."""
         batch = self.store.batch([self.sequence])
         unit = self.store.begin_unit(batch, columns)
         self.launches += 1
         for pool, count in columns.items():
             first = int(unit.first_positions[pool][0])
             append_tags(self.store, pool, self.sequence.row, first, max(count, 1), count, self.launches)
-            kept = range(first, first + accepted[pool])
-            self.expected[pool] += [(position, self.launches) for position in kept]
+            self.expected[pool] += [(position, self.launches) for position in range(first, first + accepted[pool])]
         self.store.wait(unit)
         self.store.commit(unit, accepted)
 
@@ -110,8 +103,8 @@ class Tagged:
         """Read every pool through its table and compare."""
         for pool, expected in self.expected.items():
             assert self.store.committed_tokens(self.sequence, pool) == len(expected)
-            found = read_tags(self.store, pool, self.sequence.row, len(expected))
-            assert found.tolist() == [list(tag) for tag in expected], f"pool {pool}"
+            tags = read_tags(self.store, pool, self.sequence.row, len(expected))
+            assert tags.tolist() == [list(tag) for tag in expected], f"pool {pool}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=["mtp", "draft"])
@@ -162,38 +155,42 @@ def test_s85_a_hand_over_rewrites_what_the_draft_left_behind() -> None:
         with pytest.raises(pk.MisuseError, match="truncate it first"):
             store.snapshot(row.sequence)
         row.truncate("mtp", 70)
-        kept = store.finish(row.sequence, retain=True, state="complete")
-        assert kept is not None
-        assert store.committed_tokens(kept, "mtp") <= store.committed_tokens(kept)
+        saved = store.finish(row.sequence, retain=True, state="complete")
+        assert saved is not None
+        assert store.committed_tokens(saved, "mtp") <= store.committed_tokens(saved)
 
-        row.sequence = store.activate(source=kept, prompt_tokens=20, output_tokens=10)
+        row.sequence = store.activate(source=saved, prompt_tokens=20, output_tokens=10)
         row.compare()
         row.unit({"main": 5, "mtp": 5}, {"main": 5, "mtp": 5})
         row.compare()
         store.finish(row.sequence)
-        row.sequence = store.activate(source=kept, prompt_tokens=20, output_tokens=10, keep_source=False)
+        row.sequence = store.activate(source=saved, prompt_tokens=20, output_tokens=10, keep_source=False)
         for tags in row.expected.values():
             del tags[70:]
         row.compare()
 
 
-@pytest.mark.parametrize("draft_window", [1, 4, 5])
-def test_s79_the_context_is_filled_to_the_last_position(draft_window: int) -> None:
-    """S79: S = 128, K + 1 columns from 124 on: the one at 128 is inert, and no other byte of any pool changes."""
-    with opened(pk.MTPBackend(draft_window), max_context=128) as store:
+@pytest.mark.parametrize(("backend", "pages"), [
+    (pk.MTPBackend(1), 4), (pk.MTPBackend(4), 6), (pk.MTPBackend(5), 6), (DRAFT, 4),
+], ids=["mtp-1", "mtp-4", "mtp-5", "draft"])
+def test_s79_the_context_is_filled_to_the_last_position(
+    backend: pk.MTPBackend | pk.DraftFullBackend, pages: int
+) -> None:
+    """S79, C11.2: S = 128, columns from 124 on: the one at 128 is inert; no table and no other byte changes."""
+    with opened(backend, max_context=128) as store:
+        main, other = store.views
         row, neighbour = Tagged(store, 100, 28), Tagged(store, 64, 64)
-        neighbour.unit({"main": 100, "mtp": 100}, {"main": 100, "mtp": 100})
-        row.unit({"main": 124, "mtp": 124}, {"main": 124, "mtp": 124})
+        neighbour.unit({main: 100, other: 100}, {main: 100, other: 100})
+        row.unit({main: 124, other: 124}, {main: 124, other: 124})
         batch = store.batch([row.sequence])
-        width = max(draft_window + 1, 5)
-        for pool in ("main", "mtp"):
+        for pool in store.views:
             with pytest.raises(pk.MisuseError, match="position 128"):
                 store.begin_unit(batch, {pool: 5})
-        unit = store.begin_unit(batch, {"main": 4, "mtp": 4})
-        before = {pool: store.views[pool][0].k_pages.copy() for pool in store.views}
+        unit = store.begin_unit(batch, {main: 4, other: 4})
+        before = {(pool, role): plane.copy() for pool, role, plane in planes_of(store)}
         tables = {pool: store.block_tables[pool].copy() for pool in store.views}
         for pool in store.views:
-            append_tags(store, pool, row.sequence.row, 124, width, 4, 9)
+            append_tags(store, pool, row.sequence.row, 124, 6, 4, 9)
         store.wait(unit)
         store.commit(unit)
 
@@ -201,14 +198,21 @@ def test_s79_the_context_is_filled_to_the_last_position(draft_window: int) -> No
             tags += [(position, 9) for position in range(124, 128)]
             assert store.block_tables[pool].shape == (2, 2)
             assert np.array_equal(store.block_tables[pool], tables[pool])
-            changed = np.argwhere(store.views[pool][0].k_pages != before[pool])
+        for pool, role, plane in planes_of(store):
+            changed = np.argwhere(plane != before[pool, role])
             page_id = store.page_ids(row.sequence, pool)[1]
             assert {(int(page), int(offset)) for page, _, offset, _ in changed} == {
                 (page_id, offset) for offset in range(60, 64)
             }
         row.compare()
         neighbour.compare()
-        assert store.memory_summary()["mtp"]["capacity_pages"] == 4 + 2 * (draft_window > 1)
+        assert store.memory_summary()[other]["capacity_pages"] == pages
+
+
+def planes_of(store: pk.Store) -> list[tuple[str, str, npt.NDArray[np.uint16]]]:
+    """Return pool, role and each plane of the first layer, pages first."""
+    return [(pool, geometry.role, plane if geometry.order == "page-major" else plane.swapaxes(0, 1))
+            for pool, views in store.views.items() for plane, geometry in views[0].planes]
 
 
 def test_a_terminal_round_hands_its_bytes_to_the_continuation() -> None:
@@ -227,33 +231,30 @@ def test_a_terminal_round_hands_its_bytes_to_the_continuation() -> None:
             append_tags(store, pool, row.sequence.row, 126, count, count, 2)
         store.wait(unit)
         store.commit(unit, {"main": 2, "mtp": 1})
-        kept = store.finish(row.sequence, retain=True, state="complete")
-        assert kept is not None
+        saved = store.finish(row.sequence, retain=True, state="complete")
+        assert saved is not None
 
         assert {pool: whole[pool] - numbers["available_pages"] for pool, numbers in store.memory_summary().items()} == {
             "main": 2, "mtp": 2,
         }  # fmt: skip
-        row.sequence = store.activate(source=kept, prompt_tokens=0, output_tokens=10, keep_source=False)
+        row.sequence = store.activate(source=saved, prompt_tokens=0, output_tokens=10, keep_source=False)
         row.expected["main"] += [(126, 2), (127, 2)]
         row.expected["mtp"] += [(126, 2)]
         row.compare()
 
 
 # ---- tokens ----------------------------------------------------------------------------------------
-
-
 def verify(store: pk.Store, loop: DecodeLoop, sequence: pk.Sequence, tokens: list[int]) -> list[int]:
-    """Run one verify unit in the decode route; return the token sampled after each column, nothing committed."""
+    """Run one verify unit in the decode route, commit the accepted columns; return the token sampled after each."""
     width = len(tokens)
     key = key_for(store.config, unit="verify", route="decode", batch=1, width=width)
-    captured = loop.graphs.unit(key)
+    graph = loop.graphs.unit(key)
     batch = store.batch([sequence])
     unit = store.begin_unit(batch, width, name="verify")
-    captured.unit.control.write(batch.rows, unit.first_positions["main"], unit.columns["main"],
-                                np.array([tokens], np.int32))
-    captured.run()
+    graph.unit.control.write(batch.rows, unit.first_positions["main"], width, np.array([tokens], np.int32))
+    graph.run()
     store.wait(unit)
-    sampled: list[int] = captured.unit.control.read_next_tokens(1)[0].tolist()
+    sampled: list[int] = graph.unit.control.read_next_tokens(1)[0].tolist()
     agreed = next((index for index, token in enumerate(tokens[1:]) if token != sampled[index]), width - 1)
     store.commit(unit, 1 + agreed)
     store.trim(batch)
@@ -261,12 +262,10 @@ def verify(store: pk.Store, loop: DecodeLoop, sequence: pk.Sequence, tokens: lis
 
 
 def plain(prompt: list[int], new_tokens: int) -> list[int]:
-    """Return what a fresh run says, one token a step."""
+    """Return the tokens of a fresh run, one token a step."""
     with opened(pk.MTPBackend(5), geometry=TOY) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=len(prompt), output_tokens=new_tokens)
-        loop.prefill(sequence, prompt)
-        return [token for tokens in loop.decode([sequence]) for token in tokens[sequence]]
+        return decode_all(loop, [prefilled(loop, prompt, new_tokens)])[0]
 
 
 TOY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
@@ -280,22 +279,20 @@ def test_94_a_stop_at_a_page_boundary_continues_like_a_fresh_run(drafts: Callabl
     reference = plain(prompt, 40)
     with opened(pk.MTPBackend(5), geometry=TOY) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        first = store.activate(prompt_tokens=63, output_tokens=40)
-        loop.prefill(first, prompt)
+        first = prefilled(loop, prompt, 40)
         start = loop.last_token(first)
         assert start == reference[0]
-        said = verify(store, loop, first, [start, *drafts(reference[1:6])])
-        assert said == reference[1 : 1 + len(said)]
+        verified = verify(store, loop, first, [start, *drafts(reference[1:6])])
+        assert verified == reference[1 : 1 + len(verified)]
         store.truncate(first, 64)
         assert len(store.page_ids(first)) == 1
-        kept = store.finish(first, retain=True, state=reference[1])
-        assert kept is not None
+        saved = store.finish(first, retain=True, state=reference[1])
+        assert saved is not None
 
-        second = store.activate(source=kept, prompt_tokens=0, output_tokens=39)
-        assert store.page_ids(second) == store.page_ids(kept)
+        second = store.activate(source=saved, prompt_tokens=0, output_tokens=39)
+        assert store.page_ids(second) == store.page_ids(saved)
         loop.resume(second, reference[1])
-        text = [token for tokens in loop.decode([second]) for token in tokens[second]]
-    assert text == reference[2:]
+        assert decode_all(loop, [second]) == [reference[2:]]
 
 
 def test_speculated_equals_plain(seed: int) -> None:
@@ -305,13 +302,12 @@ def test_speculated_equals_plain(seed: int) -> None:
     reference = plain(prompt, 150)
     with opened(pk.MTPBackend(5), geometry=TOY) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=50, output_tokens=150)
-        loop.prefill(sequence, prompt)
-        said = [loop.last_token(sequence)]
-        while len(said) < 150:
-            columns = min(6, 150 - len(said))
-            draft = [token if rng.random() < 0.7 else 0 for token in reference[len(said) : len(said) + columns - 1]]
-            said += verify(store, loop, sequence, [said[-1], *draft])
-            assert store.committed_tokens(sequence) == 50 + len(said) - 1
+        sequence = prefilled(loop, prompt, 150)
+        text = [loop.last_token(sequence)]
+        while len(text) < 150:
+            columns = min(6, 150 - len(text))
+            draft = [token if rng.random() < 0.7 else 0 for token in reference[len(text) : len(text) + columns - 1]]
+            text += verify(store, loop, sequence, [text[-1], *draft])
+            assert store.committed_tokens(sequence) == 50 + len(text) - 1
 
-    assert said == reference
+    assert text == reference

@@ -10,14 +10,9 @@ import pytest
 
 import pagedkv as pk
 
-CONFIG = pk.StoreConfig(
-    pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64),
-    profile="int8-g64",
-    max_context=256,
-    max_concurrency=2,
-    kv_capacity=pk.ExplicitCapacity(512),
-    backend=pk.MTPBackend(draft_window=3),
-)
+CONFIG = pk.StoreConfig(pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64), profile="int8-g64",
+                        max_context=256, max_concurrency=2, kv_capacity=pk.ExplicitCapacity(512),
+                        backend=pk.MTPBackend(draft_window=3))
 
 # 16 KiB past the end: within the guard behind the buffer. Farther out may lie memory of somebody else.
 CRASH = """
@@ -127,8 +122,27 @@ def test_a_withdrawal_that_breaks_off_latches_the_store(monkeypatch: pytest.Monk
                 store.trim(batch)
 
         assert store.evidence is not None
-        with pytest.raises(pk.StoreLatched, match="withdrawal"):
+        with pytest.raises(pk.StoreLatched, match="after trim"):
             store.begin_unit(batch, 1)
+
+
+def test_lost_handles_are_found_again() -> None:
+    """C12.4: `sequences`, `units` and `continuations` give handles that equal the original ones."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        assert (store.sequences(), store.units(), store.continuations()) == ([], [], [])
+        first, second = (store.activate(prompt_tokens=10, output_tokens=5) for _ in range(2))
+        units = [store.begin_unit(store.batch([sequence]), 10) for sequence in (second, first)]
+
+        assert store.sequences() == [first, second]
+        assert store.units() == units
+        store.units().clear()
+        store.fail(store.units()[0])
+        assert store.units() == units[1:]
+        unit = store.units()[0]
+        store.wait(unit)
+        store.commit(unit)
+        saved = store.finish(store.sequences()[0], retain=True)
+        assert (store.sequences(), store.units(), store.continuations()) == ([second], [], [saved])
 
 
 def test_another_thread_is_refused() -> None:
@@ -157,8 +171,10 @@ def test_a_closed_store_refuses_and_closing_twice_is_harmless() -> None:
     store.close()
     store.close()
 
-    with pytest.raises(pk.MisuseError, match="closed"):
-        store.activate(prompt_tokens=1, output_tokens=1)
+    for ask in (store.sequences, store.units, store.continuations, store.poll, store.inspect, store.check,
+                lambda: store.activate(prompt_tokens=1, output_tokens=1)):
+        with pytest.raises(pk.MisuseError, match="a closed one"):
+            ask()
 
 
 def test_pools_commit_and_trim_apart() -> None:

@@ -1,7 +1,6 @@
 """The newcomer's walk: from a configuration to tokens, one idea a test, in reading order.
 
-Read this beside the README.  Everything here runs on the `cpu` device, with the kernels that a GPU
-would run, compiled by the system's C++ compiler.
+Everything here runs on the `cpu` device, with the kernels of a GPU, compiled by the system's C++ compiler.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ GEOMETRY = pk.KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64)
 
 def small_config(profile: str = "bf16") -> pk.StoreConfig:
     """Return one layer, 256 tokens a sequence, two sequences, eight pages."""
-    return pk.StoreConfig(
-        GEOMETRY, profile=profile, max_context=256, max_concurrency=2, kv_capacity=pk.ExplicitCapacity(512)
-    )
+    return pk.StoreConfig(GEOMETRY, profile=profile, max_context=256, max_concurrency=2,
+                          kv_capacity=pk.ExplicitCapacity(512))
 
 
 def test_1_a_page_is_64_tokens_and_a_plane_is_a_strided_slab() -> None:
@@ -114,10 +112,8 @@ def test_6_kernels_read_pages_through_the_table() -> None:
         k, v = device.zeros((1, 1, 2, 64), np.uint16), device.zeros((1, 1, 2, 64), np.uint16)
         positions, rows = device.zeros((1,), np.int32), device.zeros((1,), np.int32)
         device.copy(v, value, store.stream)
-        store.ops.causal_attention(
-            store.views["main"][0], q, k, v, out, positions, rows, route="decode", workspace=store.workspace,
-            stream=store.stream,
-        )  # fmt: skip
+        store.ops.causal_attention(store.views["main"][0], q, k, v, out, positions, rows, route="decode",
+                                   workspace=store.workspace, stream=store.stream)
         store.wait(unit)
         store.commit(unit)
         result = np.empty((1, 1, 4, 64), np.uint16)
@@ -142,7 +138,7 @@ def test_7_a_loop_decodes_by_replaying_one_graph() -> None:
                 texts[sequence] += new
 
         first, second = texts.values()
-        assert first == second, "equal prompts in one batch say the same"
+        assert first == second, "equal prompts in one batch decode the same"
         assert len(first) == 9
         decode = [runs for key, runs in loop.graphs.replays().items() if key.startswith("decode")]
         assert decode == [8]

@@ -1,19 +1,22 @@
-"""A model small enough to read at a glance and so sensitive that one flipped bit changes its text.
+"""A small model whose text changes with every flipped bit, and the calls that tests of the decode loop share.
 
-Queries, keys and values are rows of fixed tables, picked by a hash of the token, its position and the
-bits of the previous layer's attention output; the next token is a hash of the last output's bits.
-Equal tokens therefore mean equal bits in every layer of every step.
+A hash of the token, its position and the bits of the previous layer's attention output picks queries, keys and values
+from fixed tables.  The next token is a hash of the last output's bits.  So equal tokens mean equal bits in every layer
+of every step.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 import pagedkv as pk
-from pagedkv.graphs import Unit
+from pagedkv.graphs import DecodeLoop, Unit
 from tests.bf16 import bf16_from_f32
+from tests.placement import shuffle_placement
 
 TABLE_ROWS = 257
 
@@ -26,9 +29,9 @@ class ToyModel:
         self.geometry = geometry
         self.vocabulary = vocabulary
         random = np.random.default_rng(seed)
-        self.q_table = _table(store, random, geometry.query_heads, geometry.head_dim)
-        self.k_table = _table(store, random, geometry.kv_heads, geometry.head_dim)
-        self.v_table = _table(store, random, geometry.kv_heads, geometry.head_dim)
+        self.q_table = random_table(store, random, geometry.query_heads, geometry.head_dim)
+        self.k_table = random_table(store, random, geometry.kv_heads, geometry.head_dim)
+        self.v_table = random_table(store, random, geometry.kv_heads, geometry.head_dim)
         self.enqueue_count = 0
 
     def enqueue(self, unit: Unit) -> None:
@@ -74,9 +77,52 @@ def toy_sample(state: Any, vocabulary: int, next_tokens: Any) -> None:
     next_tokens[...] = state % vocabulary
 
 
-def _table(store: pk.Store, random: np.random.Generator, heads: int, head_dim: int) -> Any:
+@contextlib.contextmanager
+def opened_store(
+    geometry: pk.KVGeometry, *, max_context: int, concurrency: int, profile: str = "bf16", tokens: int | None = None,
+    device: pk.Device | str = "cpu", placement_seed: int | None = None, **options: Any,
+) -> Iterator[pk.Store]:
+    """Open a store with pages for every row, or for `tokens`, scattered by a seed; check it at the end."""
+    capacity = pk.ExplicitCapacity(tokens or concurrency * -(-max_context // 64) * 64)
+    config = pk.StoreConfig(geometry, profile=profile, max_context=max_context, max_concurrency=concurrency,
+                            kv_capacity=capacity, **options)
+    with pk.open_store(config, device=device) as store:
+        if placement_seed is not None:
+            shuffle_placement(store, seed=placement_seed)
+        yield store
+        store.check()
+
+
+def random_table(store: pk.Store, random: np.random.Generator, heads: int, head_dim: int) -> Any:
+    """Return (TABLE_ROWS, heads, head_dim) random BF16 bits on the device."""
     values = bf16_from_f32(random.standard_normal((TABLE_ROWS, heads, head_dim)).astype(np.float32))
     table = store.device.empty(values.shape, np.uint16)
     store.device.copy(table, values, store.stream)
     store.stream.synchronize()
     return table
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Return random token ids."""
+    ids: list[int] = np.random.default_rng(seed).integers(0, 1009, tokens).tolist()
+    return ids
+
+
+def prefilled(loop: DecodeLoop, ids: list[int], output_tokens: int) -> pk.Sequence:
+    """Activate a sequence for a prompt and its output, and prefill it."""
+    sequence = loop.store.activate(prompt_tokens=len(ids), output_tokens=output_tokens)
+    loop.prefill(sequence, ids)
+    return sequence
+
+
+def decode_all(
+    loop: DecodeLoop, sequences: list[pk.Sequence], *, stop_tokens: Iterable[int] = (),
+    after_step: Callable[[], None] = lambda: None,
+) -> list[list[int]]:
+    """Decode sequences to their end; return the new tokens of each."""
+    texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
+    for tokens in loop.decode(sequences, stop_tokens=stop_tokens):
+        for sequence, new in tokens.items():
+            texts[sequence] += new
+        after_step()
+    return list(texts.values())

@@ -1,35 +1,38 @@
-"""Time the bulk operations of the ledgers: what a sequence costs at its beginning and end, without a device.
+"""`pagedkv bench ledger`: time the bulk operations of the ledgers at the beginning and end of a sequence; no device.
 
     admit    a fresh sequence                  snapshot, retain    a checkpoint while running, at the end
-    fork     from a kept continuation          move, release       what becomes of a continuation
+    fork     from a continuation that stays    move, release       a continuation becomes a sequence, or ends
 
-Every sample is one call on a store of its own kind of state: set up, timed alone, undone.  `floor_us` is what the
-bare NumPy work of the same bookkeeping costs on this machine in the same run, without a check, a handle or a pool:
-for orientation, not a bound.
+Every sample is one call: it is prepared, timed alone and undone.  `floor_us` is the time of the bare NumPy work of the
+same bookkeeping on this machine in the same run, without a check, a handle or a pool: for orientation, not a bound.
 
-With `--shredded` no two free pages adjoin, so that every list of ids is scattered: the worst that churn can do.
+With `--shredded` no two free pages adjoin, so that every list of ids is scattered, as after the worst churn.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from json import dumps
 from typing import Any
 
+import click
 import numpy as np
 
 import pagedkv as pk
+from pagedkv.tools.console import json_option, positive, progress_line, say
 
 SIZES_PAGES = (1, 64, 67, 512, 4096)
 """67 pages are 4.3k tokens, 4096 pages 262,144 tokens."""
 
 TAIL_TOKENS = 40
-"""Committed columns of an unaligned source's last page: those are copied, by whoever has the bytes."""
+"""Committed columns of an unaligned source's last page; a copy of that page is planned and not made."""
 
 ROOM_TOKENS = 128
 """What a sequence may add to its source; two pages."""
@@ -50,26 +53,30 @@ class Figure:
     floor_us: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figure as it stands in `operations`, to a hundredth of a microsecond."""
-        return {
-            "operation": self.operation, "pages": self.pages, "us": round(self.us, 2),
-            "us_mean": round(self.us_mean, 2), "us_p95": round(self.us_p95, 2),
-            "floor_us": None if self.floor_us is None else round(self.floor_us, 2),
-        }  # fmt: skip
+        """Return the figure as an entry of `operations`, to a hundredth of a microsecond."""
+        return {name: round(value, 2) if isinstance(value, float) else value for name, value in vars(self).items()}
 
 
-Call = Callable[[], object]
-"""One run of the timed operation."""
+def nothing(*_: object) -> None:
+    """Prepare or undo nothing."""
 
-Case = Iterator[Call]
-"""Prepares a call, yields it to be timed once, undoes it, and so on."""
+
+@dataclass(frozen=True)
+class Operation:
+    """`prepare` returns the subject of `call`, which is timed; `undo` takes the answer and the subject."""
+
+    call: Callable[[Any], Any]
+    prepare: Callable[[], Any] = nothing
+    undo: Callable[[Any, Any], object] = nothing
 
 
 class Bench:
-    """The ledgers of one store that holds three sequences of `pages` pages, and calls on them to be timed."""
+    """The ledgers of one store with room for three sequences of `pages` pages, and the operations on them.
+
+    No other part of the tools calls ledgers.
+    """
 
     def __init__(self, pages: int, *, is_shredded: bool) -> None:
-        self.pages = pages
         blocks = pages + ROOM_TOKENS // pk.PAGE_TOKENS
         spare = 3 * blocks
         config = pk.StoreConfig(
@@ -79,22 +86,23 @@ class Bench:
             max_concurrency=ROWS,
             kv_capacity=pk.ExplicitCapacity((2 if is_shredded else 1) * spare * pk.PAGE_TOKENS),
         )
-        self.ledgers = pk.StoreLedgers(config)
+        self.ledgers = pk.Ledger(config)
+        self.aligned = pages * pk.PAGE_TOKENS
+        self.unaligned = self.aligned - pk.PAGE_TOKENS + TAIL_TOKENS
         if is_shredded:
-            kept = [self.ledgers.finish(self.written(1), retain=True, state=True) for _ in range(2 * spare)]
-            for continuation in kept[::2]:
-                assert continuation is not None
+            continuations = [self.retained(1) for _ in range(2 * spare)]
+            for continuation in continuations[::2]:
                 self.ledgers.release(continuation)
 
-    def activate(self, target: pk.ActivationTarget) -> pk.Sequence:
-        """Activate what must fit."""
-        answer = self.ledgers.try_activate(target)
-        assert isinstance(answer, pk.Sequence), answer
-        return answer
+    def activated(self, tokens: int, source: pk.Continuation | None = None) -> pk.Sequence:
+        """Return a sequence with room for so many tokens behind its source."""
+        sequence = self.ledgers.try_activate(pk.ActivationTarget(tokens, 0, source=source))
+        assert isinstance(sequence, pk.Sequence), sequence
+        return sequence
 
     def written(self, tokens: int) -> pk.Sequence:
         """Return a sequence that has committed its whole prompt."""
-        sequence = self.activate(pk.ActivationTarget(tokens, 0))
+        sequence = self.activated(tokens)
         unit, _ = self.ledgers.begin_unit("prefill", self.ledgers.batch([sequence]), {"main": tokens})
         self.ledgers.commit_unit(unit)
         return sequence
@@ -105,139 +113,87 @@ class Bench:
         assert continuation is not None, "a retained sequence has a continuation"
         return continuation
 
-    @property
-    def aligned(self) -> int:
-        """Tokens that fill every page."""
-        return self.pages * pk.PAGE_TOKENS
+    def operations(self) -> dict[str, Operation]:
+        """Return every operation by name; those on a source that stays write the source when first prepared."""
+        ledgers, target = self.ledgers, pk.ActivationTarget
+        aligned, unaligned = self.aligned, self.unaligned
+        source = functools.cache(self.retained)
 
-    @property
-    def unaligned(self) -> int:
-        """Tokens that need as many pages and leave the last one partly filled."""
-        return self.aligned - pk.PAGE_TOKENS + TAIL_TOKENS
+        def finish(answer: pk.Sequence, _: object) -> None:
+            ledgers.finish(answer)
 
-    # ---- the operations ---------------------------------------------------------------------------
+        def release(answer: pk.Continuation, _: object) -> None:
+            ledgers.release(answer)
 
-    def admit(self) -> Case:
-        """A fresh sequence of that many pages; it reserves them."""
-        made: list[Any] = []
-        while True:
-            yield lambda: made.append(self.ledgers.try_activate(pk.ActivationTarget(self.pages * pk.PAGE_TOKENS, 0)))
-            self.ledgers.finish(made.pop())
+        def end_both(answer: pk.Continuation, subject: pk.Sequence) -> None:
+            ledgers.release(answer)
+            ledgers.finish(subject)
 
-    def fork(self, tokens: int) -> Case:
-        """A sequence from a continuation that is kept."""
-        source = self.retained(tokens)
-        made: list[Any] = []
-        while True:
-            yield lambda: made.append(self.ledgers.try_activate(pk.ActivationTarget(64, 0, source=source)))
-            self.ledgers.finish(made.pop())
+        def fork(subject: pk.Continuation) -> object:
+            return ledgers.try_activate(target(64, 0, source=subject))
 
-    def finish_fresh(self) -> Case:
-        """The end of a sequence that owns every page."""
-        while True:
-            sequence = self.written(self.unaligned)
-            yield lambda sequence=sequence: self.ledgers.finish(sequence)  # type: ignore[misc]
+        def move(subject: pk.Continuation) -> object:
+            return ledgers.try_activate(target(64, 0, source=subject, keep_source=False))
 
-    def finish_forked(self) -> Case:
-        """The end of a sequence whose pages all belong to a continuation too."""
-        source = self.retained(self.aligned)
-        while True:
-            sequence = self.activate(pk.ActivationTarget(64, 0, source=source))
-            yield lambda sequence=sequence: self.ledgers.finish(sequence)  # type: ignore[misc]
+        def snapshot(subject: pk.Sequence) -> object:
+            return ledgers.try_snapshot(subject, state=True)
 
-    def snapshot(self, tokens: int) -> Case:
-        """A checkpoint of a sequence that owned every page until then."""
-        made: list[Any] = []
-        while True:
-            sequence = self.written(tokens)
-            yield lambda sequence=sequence: made.append(  # type: ignore[misc]
-                self.ledgers.try_snapshot(sequence, state=True)
-            )
-            self.ledgers.release(made.pop())
-            self.ledgers.finish(sequence)
+        def retain(subject: pk.Sequence) -> object:
+            return ledgers.finish(subject, retain=True, state=True)
 
-    def retain(self) -> Case:
-        """The end of a sequence that becomes a continuation."""
-        made: list[Any] = []
-        while True:
-            sequence = self.written(self.unaligned)
-            yield lambda sequence=sequence: made.append(  # type: ignore[misc]
-                self.ledgers.finish(sequence, retain=True, state=True)
-            )
-            self.ledgers.release(made.pop())
-
-    def release(self) -> Case:
-        """The end of a continuation that owns every page."""
-        while True:
-            continuation = self.retained(self.unaligned)
-            yield lambda continuation=continuation: self.ledgers.release(continuation)  # type: ignore[misc]
-
-    def move(self) -> Case:
-        """A continuation becomes a sequence."""
-        made: list[Any] = []
-        while True:
-            source = self.retained(self.unaligned)
-            yield lambda source=source: made.append(  # type: ignore[misc]
-                self.ledgers.try_activate(pk.ActivationTarget(64, 0, source=source, keep_source=False))
-            )
-            self.ledgers.finish(made.pop())
+        return {
+            "admit": Operation(lambda _: ledgers.try_activate(target(aligned, 0)), undo=finish),
+            "fork": Operation(fork, lambda: source(aligned), finish),
+            "fork unaligned": Operation(fork, lambda: source(unaligned), finish),
+            "finish": Operation(ledgers.finish, lambda: self.written(unaligned)),
+            "finish forked": Operation(ledgers.finish, lambda: self.activated(64, source(aligned))),
+            "snapshot": Operation(snapshot, lambda: self.written(aligned), end_both),
+            "snapshot unaligned": Operation(snapshot, lambda: self.written(unaligned), end_both),
+            "retain": Operation(retain, lambda: self.written(unaligned), release),
+            "release": Operation(ledgers.release, lambda: self.retained(unaligned)),
+            "move": Operation(move, lambda: self.retained(unaligned), finish),
+        }
 
 
-OPERATIONS: dict[str, Callable[[Bench], Case]] = {
-    "admit": Bench.admit,
-    "fork": lambda bench: bench.fork(bench.aligned),
-    "fork unaligned": lambda bench: bench.fork(bench.unaligned),
-    "finish": Bench.finish_fresh,
-    "finish forked": Bench.finish_forked,
-    "snapshot": lambda bench: bench.snapshot(bench.aligned),
-    "snapshot unaligned": lambda bench: bench.snapshot(bench.unaligned),
-    "retain": Bench.retain,
-    "release": Bench.release,
-    "move": Bench.move,
-}
-
-
-def floor_cases(pages: int) -> dict[str, Case]:
+def floor_operations(pages: int) -> dict[str, Operation]:
     """Return the bare work of the operations that other engines publish: references, a table row, a free stack."""
     references, free = np.ones(2 * pages, np.int32), np.arange(2 * pages, dtype=np.int32)
     table = np.full((ROWS, pages + 1), -1, np.int32)
     ids = np.arange(pages, dtype=np.int32)
 
-    def fork() -> None:
+    def prepare() -> None:
+        references[ids], table[1, :pages] = 1, ids
+
+    def fork(_: object) -> None:
         references[ids] += 1
         table[1, :pages] = ids
 
-    def finish() -> None:
+    def finish(_: object) -> None:
         held = table[1, :pages]
         references[held] -= 1
-        gone = held[references[held] == 0]
-        free[: gone.size] = gone
+        freed = held[references[held] == 0]
+        free[: freed.size] = freed
         table[1, :pages] = -1
 
-    def case(call: Call) -> Case:
-        while True:
-            references[ids], table[1, :pages] = 1, ids
-            yield call
-
-    return {"fork": case(fork), "finish": case(finish)}
+    return {"fork": Operation(fork, prepare), "finish": Operation(finish, prepare)}
 
 
-def times_us(case: Case, samples: int) -> list[float]:
+def times_us(operation: Operation, samples: int) -> list[float]:
     """Return the time of each sample; the collector of cycles is off, because its pauses are not the ledgers'."""
     elapsed = []
     gc.collect()
     gc.disable()
     try:
-        for index in range(WARM_UP + samples):
-            call = next(case)
+        for _ in range(WARM_UP + samples):
+            subject = operation.prepare()
             begin = time.perf_counter_ns()
-            call()
+            answer = operation.call(subject)
             end = time.perf_counter_ns()
-            if index >= WARM_UP:
-                elapsed.append((end - begin) / 1000)
+            operation.undo(answer, subject)
+            elapsed.append((end - begin) / 1000)
     finally:
         gc.enable()
-    return elapsed
+    return elapsed[WARM_UP:]
 
 
 def bench_ledger(
@@ -245,7 +201,7 @@ def bench_ledger(
     sizes_pages: tuple[int, ...] = SIZES_PAGES,
     samples: int = 200,
     is_shredded: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = nothing,
 ) -> list[Figure]:
     """Time every operation at every size.
 
@@ -253,24 +209,22 @@ def bench_ledger(
         sizes_pages: pages of the sequences; one figure of each operation for each.
         samples: calls per figure, at least 1; warming up is not counted.
         is_shredded: let no two free pages adjoin.
-        progress: is told what is being timed.
+        progress: called with the name of what is timed next.
     """
     figures = []
     for pages in sizes_pages:
-        floors = floor_cases(pages)
-        for operation, case in OPERATIONS.items():
-            progress(f"{operation}, {pages} pages")
-            us = times_us(case(Bench(pages, is_shredded=is_shredded)), samples)
-            floor = statistics.median(times_us(floors[operation], samples)) if operation in floors else None
-            figures.append(
-                Figure(operation, pages, statistics.median(us), statistics.fmean(us), float(np.quantile(us, 0.95)),
-                       floor)
-            )  # fmt: skip
+        floors = floor_operations(pages)
+        for name in Bench(1, is_shredded=False).operations():
+            progress(f"{name}, {pages} pages")
+            us = times_us(Bench(pages, is_shredded=is_shredded).operations()[name], samples)
+            floor = statistics.median(times_us(floors[name], samples)) if name in floors else None
+            p95 = float(np.quantile(us, 0.95))
+            figures.append(Figure(name, pages, statistics.median(us), statistics.fmean(us), p95, floor))
     return figures
 
 
 def report(figures: list[Figure], *, is_shredded: bool) -> dict[str, Any]:
-    """Return the JSON object of `pagedkv bench ledger`."""
+    """Return the JSON object of the command."""
     return {
         "schema": 1,
         "layout": "shredded" if is_shredded else "packed",
@@ -279,3 +233,28 @@ def report(figures: list[Figure], *, is_shredded: bool) -> dict[str, Any]:
         "numpy": np.__version__,
         "operations": [figure.as_json() for figure in figures],
     }
+
+
+@click.command()
+@json_option
+@click.option("--pages", "sizes", type=click.IntRange(1, 1 << 20), multiple=True, help="Pages; repeatable.")
+@click.option("--samples", type=positive, default=200, show_default=True, help="Calls per figure.")
+@click.option("--shredded", is_flag=True, help="Let no two free pages adjoin.")
+def command(as_json: bool, sizes: tuple[int, ...], samples: int, shredded: bool) -> None:
+    """Time the bulk operations of the ledgers, by pages.
+
+    Admission, fork, finish, snapshot, retain, release and move, in microseconds, without a device; and the time of the
+    bare NumPy work beside them. With --json also the machine, and the versions of Python and NumPy.
+    """
+    figures = bench_ledger(
+        sizes_pages=sizes or SIZES_PAGES, samples=samples, is_shredded=shredded, progress=progress_line
+    )
+    progress_line("")
+    if as_json:
+        click.echo(dumps(report(figures, is_shredded=shredded)))
+    else:
+        click.echo(f"{'operation':<20}{'pages':>7}{'us':>10}{'mean':>10}{'p95':>10}{'floor':>10}")
+        for f in figures:
+            floor = "-" if f.floor_us is None else f"{f.floor_us:.1f}"
+            click.echo(f"{f.operation:<20}{f.pages:>7}{f.us:>10.1f}{f.us_mean:>10.1f}{f.us_p95:>10.1f}{floor:>10}")
+    say(f"median, mean and 95th percentile of {samples} calls each")

@@ -1,7 +1,6 @@
-"""What this machine can run, and what is missing for the rest.
+"""`pagedkv doctor`: what this machine can run, what is missing, and how to get it.
 
-Every line is a check with its finding; a missing thing comes with the way to get it.  The two device lines
-are not guesses: the device is opened and closed again, as `open_store` would.
+The two lines of the devices are no guesses: each device is opened and closed again, as `open_store` would open it.
 """
 
 from __future__ import annotations
@@ -16,29 +15,33 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from json import dumps
 from pathlib import Path
 from typing import Literal
 
+import click
+
 import pagedkv as pk
-from pagedkv.tools.model_weights import EXTRA_INSTALL, MODEL_INSTALL, MODEL_PACKAGE, user_cache_folder
-from pagedkv.tools.nvrtc import load_nvrtc
+from pagedkv.tools.console import EXIT_MISSING, json_option, say, version
+from pagedkv.tools.kernels.nvrtc import load_nvrtc
+from pagedkv.tools.llama.weights import EXTRA_INSTALL, MODEL_INSTALL, MODEL_PACKAGE, user_cache_folder
 
 Status = Literal["ok", "missing", "note"]
 PYTHON_MIN = (3, 11)
 CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "asimd")
 CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+CUDA_INSTALL = "python -m pip install 'pagedkv[cuda13]'"
 MODEL_MODULES = ("gguf", "tokenizers", MODEL_PACKAGE)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked for.
+    """One line of the diagnosis.
 
     Attributes:
-        name: what was looked for.
-        status: ``ok``; ``missing``, then `remedy` says how to get it; ``note`` is information only.
-        found: what was found, in words.
-        remedy: what to do; empty unless missing.
+        status: ``missing`` comes with a remedy; ``note`` is information only.
+        found: the finding, in words.
+        remedy: how to get what is missing; empty otherwise.
     """
 
     name: str
@@ -64,24 +67,34 @@ class Diagnosis:
         return {"schema": 1, "devices": self.devices, "checks": [asdict(check) for check in self.checks]}
 
 
+@click.command()
+@json_option
+def command(as_json: bool) -> None:
+    """Say what this machine can run, and how to get what is missing."""
+    diagnosis = diagnose()
+    if as_json:
+        click.echo(dumps({**diagnosis.as_json(), "version": version()}))
+    else:
+        width = max(len(check.name) for check in diagnosis.checks)
+        for check in diagnosis.checks:
+            click.echo(f"{check.status:<7}  {check.name:<{width}}  {check.found}")
+            if check.remedy:
+                click.echo(f"{'':<7}  {'':<{width}}  -> {check.remedy}")
+    if not diagnosis.can_run:
+        say("pagedkv: no device can run on this machine; see the lines marked missing")
+        sys.exit(EXIT_MISSING)
+    usable = ", ".join(name for name, is_usable in diagnosis.devices.items() if is_usable)
+    say(f"pagedkv: usable here: {usable}; what is missing above is for other devices and tools")
+
+
 def diagnose() -> Diagnosis:
-    """Look at this machine.  Opens each device once; the cpu device may compile its runtime the first time."""
+    """Make every check; opening the cpu device may compile its runtime the first time."""
     cpu, cuda = check_device("cpu"), check_device("cuda")
     checks = (
-        check_python(),
-        check_package("numpy", ("numpy",), "python -m pip install numpy"),
-        check_cpu_features(),
-        check_compiler(),
-        check_package(
-            "cupy", CUPY_PACKAGES, "python -m pip install 'pagedkv[cuda13]' (or cuda12, as the driver allows)"
-        ),
-        check_driver(),
-        check_nvrtc(),
-        check_model(),
-        check_cache_folder(),
-        cpu,
-        cuda,
-    )
+        check_python(), check_package("numpy", ("numpy",), "python -m pip install numpy"), check_cpu_features(),
+        check_compiler(), check_package("cupy", CUPY_PACKAGES, f"{CUDA_INSTALL} (or cuda12, as the driver allows)"),
+        check_driver(), check_nvrtc(), check_model(), check_cache_folder(), cpu, cuda,
+    )  # fmt: skip
     return Diagnosis(checks, {"cpu": cpu.status == "ok", "cuda": cuda.status == "ok"})
 
 
@@ -116,7 +129,7 @@ def check_cpu_features() -> Check:
 
 
 def check_compiler() -> Check:
-    """Look for a C++ compiler in the order in which the cpu device takes them."""
+    """Look for a C++ compiler, in the order of the cpu device."""
     if named := os.environ.get("CXX", "").strip():
         path = shutil.which(shlex.split(named)[0])
         if path is None:
@@ -156,14 +169,13 @@ def check_driver() -> Check:
 def check_nvrtc() -> Check:
     """Look for NVRTC, which compiles kernels for a GPU and needs none."""
     try:
-        nvrtc = load_nvrtc()
+        return Check("nvrtc", "ok", load_nvrtc().version)
     except pk.MissingRequirement as missing:
         return Check("nvrtc", "missing", str(missing.got), missing.remedy)
-    return Check("nvrtc", "ok", f"{nvrtc.version[0]}.{nvrtc.version[1]} ({nvrtc.path})")
 
 
 def check_model() -> Check:
-    """Look for what `pagedkv run` needs besides the library."""
+    """Look for the packages of `pagedkv run`."""
     absent = [module for module in MODEL_MODULES if importlib.util.find_spec(module) is None]
     if absent:
         return Check("model", "missing", f"not installed: {', '.join(absent)}", f"{EXTRA_INSTALL} && {MODEL_INSTALL}")
@@ -175,11 +187,10 @@ def check_cache_folder() -> Check:
     folder = user_cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK):
-        return Check(
-            "cache folder", "missing", f"{existing} is not writable", "set XDG_CACHE_HOME to a writable folder"
-        )
-    bytes_used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Check("cache folder", "ok", f"{folder} ({bytes_used / 1e6:.1f} MB)")
+        remedy = "set XDG_CACHE_HOME to a writable folder"
+        return Check("cache folder", "missing", f"{existing} is not writable", remedy)
+    used_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Check("cache folder", "ok", f"{folder} ({used_bytes / 1e6:.1f} MB)")
 
 
 def check_device(name: str, open_device: Callable[[str], pk.Device] | None = None) -> Check:

@@ -1,10 +1,7 @@
-// Warp collectives: one rendezvous of the lanes that the mask names, then results for all of them.
+// Warp collectives: a rendezvous of the lanes that the mask names, then results for all of them.
 #pragma once
 
 #include "cpu_device/fibers.h"
-
-// ---------------------------------------------------------------------------------------------------------
-// Warp collectives
 
 #define PK_REFUSES static __attribute__((noreturn)) PK_NOINLINE
 
@@ -18,8 +15,7 @@ PK_REFUSES void refuse_lane(pk_fiber* self, uint32_t operation, uint32_t mask, c
 
 PK_REFUSES void refuse_source(pk_fiber* self, uint32_t lane, uint32_t source, const pk_group* group) {
     pk_worker* worker = worker_of(self);
-    pk_warp* warp = self->warp;
-    record_fault(worker, warp->fiber_of_rank[warp->rank_of_lane[lane]], PK_FAULT_COLLECTIVE,
+    record_fault(worker, fiber_of_lane(self->warp, lane), PK_FAULT_COLLECTIVE,
                  "wrong source: lane %u reads lane %u in %s with mask 0x%08x at %s:%d, and that lane takes no part",
                  lane, source, operation_name(group->operation), group->mask, base_name(group->file), group->line);
     abandon(worker);
@@ -33,8 +29,8 @@ PK_REFUSES void refuse_partial_warp(pk_fiber* self, uint32_t operation, const ch
     abandon(worker);
 }
 
-// One step of the xor tree: row l takes op(row l, row l + stride).  Both partners of a pair get the same bits,
-// so only the lower one is kept.
+// The xor tree: at each stride row l becomes op(row l, row l + stride).  Both rows of a pair would get the same bits,
+// so only the lower one is computed.
 static void reduce_rows(pk_warp* warp, bool is_max, uint32_t count) {
     for (uint32_t stride = 16; stride > 0; stride >>= 1) {
         for (uint32_t lane = 0; lane < stride; ++lane) {
@@ -50,6 +46,7 @@ static void reduce_rows(pk_warp* warp, bool is_max, uint32_t count) {
     memcpy(warp->totals, warp->rows[0], count * sizeof(float));
 }
 
+// Computes the results of a collective whose lanes have all arrived.
 static void complete(pk_fiber* self, pk_warp* warp, const pk_group* group) {
     uint32_t lanes = group->required;
     switch (group->operation & 0xFFu) {
@@ -92,8 +89,6 @@ static void complete(pk_fiber* self, pk_warp* warp, const pk_group* group) {
         case PK_COOPERATE:
             warp->cooperation(warp->inputs, warp->outputs);
             break;
-        default:
-            break;
     }
 }
 
@@ -101,7 +96,6 @@ static void complete(pk_fiber* self, pk_warp* warp, const pk_group* group) {
 static inline __attribute__((always_inline)) void rendezvous(pk_fiber* self, uint32_t operation, uint32_t mask,
                                                              const char* file, int line) {
     pk_warp* warp = self->warp;
-    uint32_t lane_bit = 1u << self->lane;
     pk_group* group = nullptr;
     for (uint32_t i = 0; i < warp->group_count; ++i) {
         if (warp->groups[i].mask == mask && warp->groups[i].operation == operation) {
@@ -111,14 +105,9 @@ static inline __attribute__((always_inline)) void rendezvous(pk_fiber* self, uin
     }
     if (!group) {
         group = &warp->groups[warp->group_count++];
-        group->operation = operation;
-        group->mask = mask;
-        group->required = mask & warp->existing;
-        group->arrived = 0;
-        group->file = file;
-        group->line = line;
+        *group = pk_group{operation, mask, mask & warp->existing, 0, file, line};
     }
-    group->arrived |= lane_bit;
+    group->arrived |= 1u << self->lane;
     warp->ready &= ~(1u << self->rank);
     if (group->arrived == group->required) {
         complete(self, warp, group);

@@ -1,25 +1,23 @@
 // Fibers: the context switch, faults, the scheduler inside a block, and the block barrier.
 //
-// Who may run is a bit mask per warp in *rank* order; rank -> lane is the identity, reversed or shuffled, which
-// is how one scheduler serves all three orders.  A lane is in exactly one of these sets of its warp:
+// A bit mask per warp holds the threads that may run, in *rank* order.  rank -> lane is the identity, reversed or
+// shuffled: so one scheduler serves all three orders.  A lane is in exactly one of these sets of its warp:
 //
-//   ready      may run                            at_barrier  waits in __syncthreads
-//   yielded    may run when no other can          a group     waits in a collective (operation and mask)
+//   ready      may run                                    at_barrier  waits in __syncthreads
+//   yielded    may run when no other thread can           a group     waits in a collective (operation and mask)
 //   (none)     exited
 //
-// When nobody may run and not everybody exited, the block can never finish: `diagnose` says who waits where
-// and who is missing.  That is exact, because every wait is known.
+// When no thread may run and some have not exited, the block can never finish: `diagnose` names the threads that wait,
+// where they wait, and a thread that is missing.  The answer is exact, because the runtime knows every wait.
 #pragma once
 
-#include "cpu_device/runtime_types.h"
+#include "cpu_device/state.h"
 
-// ---------------------------------------------------------------------------------------------------------
-// Context switch
-//
+// ---- context switch --------------------------------------------------------------------------------------------
+
 // Saves the stack pointer, the resume address and the two registers that inline assembly may not clobber; the
-// compiler saves what else it needs.  No `call` and no `ret`: the return predictor stays right, because every
-// lane resumes in the function that it blocked in.  The floating-point control words are not saved.
-
+// compiler saves the other registers that it needs.  Without `call` and `ret` the processor's return predictor stays
+// right, because every lane resumes in the function in which it blocked.  The floating-point control words stay.
 static inline __attribute__((always_inline)) void switch_to(pk_fiber* from, pk_fiber* to) {
 #if defined(__x86_64__)
     asm volatile(
@@ -64,33 +62,20 @@ static inline __attribute__((always_inline)) void switch_to(pk_fiber* from, pk_f
 extern "C" __attribute__((visibility("hidden"), used, noreturn)) void pk_fiber_main(pk_fiber* self);
 extern "C" __attribute__((visibility("hidden"))) void pk_fiber_start();
 #if defined(__x86_64__)
-asm(".text\n"
-    ".p2align 4\n"
-    ".globl pk_fiber_start\n"
-    ".hidden pk_fiber_start\n"
-    ".type pk_fiber_start, @function\n"
-    "pk_fiber_start:\n"
-    "    movq %rbx, %rdi\n"
-    "    xorl %ebp, %ebp\n"
-    "    call pk_fiber_main\n"
-    "    ud2\n"
-    ".size pk_fiber_start, .-pk_fiber_start\n");
+#define PK_FIBER_START "movq %rbx, %rdi\n xorl %ebp, %ebp\n call pk_fiber_main\n ud2\n"
 #else
+#define PK_FIBER_START "mov x0, x19\n mov x29, xzr\n bl pk_fiber_main\n brk #1\n"
+#endif
 asm(".text\n"
     ".p2align 4\n"
     ".globl pk_fiber_start\n"
     ".hidden pk_fiber_start\n"
     ".type pk_fiber_start, %function\n"
     "pk_fiber_start:\n"
-    "    mov x0, x19\n"
-    "    mov x29, xzr\n"
-    "    bl pk_fiber_main\n"
-    "    brk #1\n"
+    PK_FIBER_START
     ".size pk_fiber_start, .-pk_fiber_start\n");
-#endif
 
-// ---------------------------------------------------------------------------------------------------------
-// Faults
+// ---- faults ----------------------------------------------------------------------------------------------------
 
 static void record_fault(pk_worker* worker, pk_fiber* fiber, int32_t kind, const char* format, ...) {
     pk_fault* fault = &worker->fault;
@@ -98,16 +83,14 @@ static void record_fault(pk_worker* worker, pk_fiber* fiber, int32_t kind, const
     fault->signal = 0;
     fault->address_known = 0;
     fault->address = 0;
-    fault->thread[0] = fiber->thread.x;
-    fault->thread[1] = fiber->thread.y;
-    fault->thread[2] = fiber->thread.z;
+    fault->thread = fiber->thread;
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(fault->text, sizeof(fault->text), format, arguments);
     va_end(arguments);
 }
 
-// Leaves the block for good; the fiber is abandoned where it stands.
+// Returns to the scheduler for good: the fiber never resumes.
 static __attribute__((noreturn)) PK_NOINLINE void abandon(pk_worker* worker) {
     pk_fiber* from = worker->current;
     worker->current = &worker->scheduler;
@@ -117,7 +100,7 @@ static __attribute__((noreturn)) PK_NOINLINE void abandon(pk_worker* worker) {
 
 static void describe_lane(const pk_warp* warp, uint32_t lane, char* text, size_t bytes) {
     uint32_t rank = 1u << warp->rank_of_lane[lane];
-    pk_worker* worker = worker_of(warp->fiber_of_rank[warp->rank_of_lane[lane]]);
+    pk_worker* worker = worker_of(fiber_of_lane(warp, lane));
     for (uint32_t i = 0; i < warp->group_count; ++i) {
         const pk_group* group = &warp->groups[i];
         if (group->arrived >> lane & 1u) {
@@ -135,7 +118,7 @@ static void describe_lane(const pk_warp* warp, uint32_t lane, char* text, size_t
     }
 }
 
-// Nobody may run (or only spinning threads did for too long).  Names the wait that cannot end.
+// No thread may run, or for too long only spinning threads ran.  Records the wait that cannot end.
 static void diagnose(pk_worker* worker, bool spun_out) {
     char where[256];
     for (uint32_t w = 0; w < worker->warp_count; ++w) {
@@ -143,37 +126,32 @@ static void diagnose(pk_worker* worker, bool spun_out) {
         if (warp->group_count == 0) continue;
         const pk_group* group = &warp->groups[0];
         uint32_t lane = lowest(group->required & ~group->arrived);
-        pk_fiber* missing = warp->fiber_of_rank[warp->rank_of_lane[lane]];
         describe_lane(warp, lane, where, sizeof(where));
-        record_fault(worker, missing, PK_FAULT_COLLECTIVE,
+        record_fault(worker, fiber_of_lane(warp, lane), PK_FAULT_COLLECTIVE,
                      "divergent warp collective: lanes 0x%08x of warp %u wait in %s with mask 0x%08x at %s:%d, "
                      "but lane %u %s",
                      group->arrived, w, operation_name(group->operation), group->mask, base_name(group->file),
                      group->line, lane, where);
         return;
     }
-    if (worker->arrived > 0) {
-        for (uint32_t w = 0; w < worker->warp_count; ++w) {
-            pk_warp* warp = &worker->warps[w];
-            uint32_t missing_lanes = warp->existing & ~lanes_of(warp, warp->at_barrier);
-            if (missing_lanes == 0) continue;
-            uint32_t lane = lowest(missing_lanes);
-            pk_fiber* missing = warp->fiber_of_rank[warp->rank_of_lane[lane]];
-            describe_lane(warp, lane, where, sizeof(where));
-            record_fault(worker, missing, PK_FAULT_BARRIER,
-                         "divergent barrier: %u of %u threads wait in __syncthreads at %s:%d, but this thread %s",
-                         worker->arrived, worker->thread_count, base_name(worker->barrier_file), worker->barrier_line,
-                         where);
-            return;
-        }
+    for (uint32_t w = 0; w < worker->warp_count && worker->arrived > 0; ++w) {
+        pk_warp* warp = &worker->warps[w];
+        uint32_t missing_lanes = warp->existing & ~lanes_of(warp, warp->at_barrier);
+        if (missing_lanes == 0) continue;
+        uint32_t lane = lowest(missing_lanes);
+        describe_lane(warp, lane, where, sizeof(where));
+        record_fault(worker, fiber_of_lane(warp, lane), PK_FAULT_BARRIER,
+                     "divergent barrier: %u of %u threads wait in __syncthreads at %s:%d, but this thread %s",
+                     worker->arrived, worker->thread_count, base_name(worker->barrier_file), worker->barrier_line,
+                     where);
+        return;
     }
     record_fault(worker, worker->current, PK_FAULT_SPIN, "%s",
                  spun_out ? "spin without progress: only spinning threads ran until the time limit"
                           : "internal: a block without runnable threads");
 }
 
-// ---------------------------------------------------------------------------------------------------------
-// Scheduling inside a block
+// ---- scheduling inside a block ---------------------------------------------------------------------------------
 
 static inline pk_fiber* first_ready(pk_worker* worker) {
     for (uint32_t i = 0; i < worker->warp_count; ++i) {
@@ -183,7 +161,7 @@ static inline pk_fiber* first_ready(pk_worker* worker) {
     return nullptr;
 }
 
-// No thread is ready: the block is finished, or spins, or can never finish.
+// No thread is ready: the block is finished, spins, or can never finish.  Returns the fiber to run next.
 static PK_NOINLINE pk_fiber* idle(pk_worker* worker) {
     if (worker->live == 0) return &worker->scheduler;
     uint32_t spinning = 0;
@@ -214,7 +192,7 @@ static PK_NOINLINE pk_fiber* idle(pk_worker* worker) {
     return first_ready(worker);
 }
 
-// Runs somebody else; `self` is in no ready set any more, or is the one to run next.
+// Switches to the next fiber.  `self` is in no ready set any more, or is itself the next one.
 static inline __attribute__((always_inline)) void leave(pk_worker* worker, pk_warp* warp, pk_fiber* self) {
     pk_fiber* next;
     if (warp->ready) {
@@ -240,7 +218,7 @@ extern "C" __attribute__((visibility("hidden"), used, noreturn)) void pk_fiber_m
         warp->ready &= ~bit;
         worker->live -= 1;
         worker->idle_since_ns = 0;
-        leave(worker, warp, self);  // comes back when the next block starts
+        leave(worker, warp, self);  // resumes when the next block starts
     }
 }
 
@@ -253,11 +231,6 @@ PK_PUBLIC void pk_yield() {
     leave(worker_of(self), warp, self);
 }
 
-PK_PUBLIC uint32_t pk_live_lanes() {
-    pk_warp* warp = pk_self()->warp;
-    return lanes_of(warp, warp->live);
-}
-
 PK_PUBLIC __attribute__((noreturn)) void pk_trap(const char* file, int line) {
     pk_fiber* self = pk_self();
     pk_worker* worker = worker_of(self);
@@ -265,8 +238,7 @@ PK_PUBLIC __attribute__((noreturn)) void pk_trap(const char* file, int line) {
     abandon(worker);
 }
 
-// ---------------------------------------------------------------------------------------------------------
-// The block barrier
+// ---- the block barrier -----------------------------------------------------------------------------------------
 
 PK_PUBLIC void pk_block_barrier(int predicate, uint32_t* true_count, const char* file, int line) {
     pk_fiber* self = pk_self();
@@ -305,6 +277,6 @@ PK_PUBLIC void pk_block_barrier(int predicate, uint32_t* true_count, const char*
     } else {
         leave(worker, warp, self);
     }
-    // The result stays until every thread has come back, because the next barrier needs them all.
+    // The result stays valid until every thread has read it, because the next barrier needs all threads.
     if (true_count) *true_count = worker->predicate_result;
 }

@@ -1,30 +1,31 @@
 // The runtime of the cpu device: CUDA threads as fibers, blocks on a few OS threads, faults as answers.
 //
-// One shared library, loaded once per process; kernel modules take the symbols of cpu_runtime.h from it.
+// One shared library, loaded once per process; kernel modules take the functions of language.h and warp.h from it.
 //
 //   pk_run(device, nodes)            launches and copies, in order, in one call (a graph replays through it)
-//     run_kernel                     blocks are taken from a counter by the caller and by helper threads
+//     run_kernel                     the caller and the helper threads take blocks from one counter
 //       run_block(worker)            one block: warp by warp, the lanes of a warp until all of them wait
 //         fibers                     switch directly to each other; the last one returns to run_block
 //
 // Nothing here knows Python, pages or models.
 
+#include "cpu_device/collectives.h"
 #include "cpu_device/signals.h"
 
-// ---------------------------------------------------------------------------------------------------------
-// OS threads
+// ---- OS threads ------------------------------------------------------------------------------------------------
 
+// Offers a launch to the helpers.  Returns false when they are busy with another one.
 static bool publish(pk_launch* launch) {
     pk_device* device = launch->device;
     pthread_mutex_lock(&device->mutex);
-    bool free = device->job == nullptr;
-    if (free) {
+    bool is_free = device->job == nullptr;
+    if (is_free) {
         device->job = launch;
         __atomic_fetch_add(&device->job_serial, 1, __ATOMIC_RELEASE);
         pthread_cond_broadcast(&device->work);
     }
     pthread_mutex_unlock(&device->mutex);
-    return free;
+    return is_free;
 }
 
 static void unpublish(pk_device* device) {
@@ -38,32 +39,98 @@ static bool install_signal_stack() {
     stack_t present;
     sigaltstack(nullptr, &present);
     if (!(present.ss_flags & SS_DISABLE) && present.ss_size >= 16 * 1024) return true;
-    stack_t wanted = {};
-    wanted.ss_size = 64 * 1024;
-    void* memory = mmap(nullptr, wanted.ss_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return false;
-    wanted.ss_sp = memory;
-    return sigaltstack(&wanted, nullptr) == 0;
+    stack_t stack = {};
+    stack.ss_size = 64 * 1024;
+    stack.ss_sp = map_memory(stack.ss_size);
+    return stack.ss_sp && sigaltstack(&stack, nullptr) == 0;
 }
 
-// Rounding and denormals as a GPU has them, whatever a library set in this OS thread: results must not depend on it.
-static uint32_t set_float_control(uint32_t wanted) {
-#if defined(__x86_64__)
-    uint32_t before = __builtin_ia32_stmxcsr();
-    if (before != wanted) __builtin_ia32_ldmxcsr(wanted);
-#else
-    uint64_t before, next = wanted;
-    asm volatile("mrs %0, fpcr" : "=r"(before));
-    if (before != next) asm volatile("msr fpcr, %0" : : "r"(next));
-#endif
-    return static_cast<uint32_t>(before);
-}
-
+// Sets rounding and denormals, so that no setting of another library in this OS thread changes results.  Returns the
+// value before.
 #if defined(__x86_64__)
 static const uint32_t kFloatControl = 0x1F80;  // round to nearest, denormals kept, exceptions masked
+static uint32_t set_float_control(uint32_t control) {
+    uint32_t before = __builtin_ia32_stmxcsr();
+    if (before != control) __builtin_ia32_ldmxcsr(control);
+    return before;
+}
 #else
-static const uint32_t kFloatControl = 0;
+static const uint64_t kFloatControl = 0;
+static uint64_t set_float_control(uint64_t control) {
+    uint64_t before;
+    asm volatile("mrs %0, fpcr" : "=r"(before));
+    if (before != control) asm volatile("msr fpcr, %0" : : "r"(control));
+    return before;
+}
 #endif
+
+static pk_worker* take_worker(pk_device* device) {
+    pthread_mutex_lock(&device->mutex);
+    pk_worker* worker = device->free_workers;
+    if (worker) device->free_workers = worker->next_free;
+    pthread_mutex_unlock(&device->mutex);
+    return worker ? worker : create_worker(device);
+}
+
+static void give_worker(pk_device* device, pk_worker* worker) {
+    pthread_mutex_lock(&device->mutex);
+    worker->next_free = device->free_workers;
+    device->free_workers = worker;
+    pthread_mutex_unlock(&device->mutex);
+}
+
+// ---- blocks of a launch ----------------------------------------------------------------------------------------
+
+// Returns the block at a position of the running order.
+static uint64_t ordered_block(const pk_launch* launch, uint64_t position) {
+    if (launch->device->order == PK_ASCENDING) return position;
+    if (launch->device->order == PK_DESCENDING) return launch->block_count - 1 - position;
+    unsigned __int128 place = static_cast<unsigned __int128>(launch->multiplier) * position + launch->offset;
+    return static_cast<uint64_t>(place % launch->block_count);
+}
+
+// Stops the launch, and keeps the fault of its lowest block.
+static void report_fault(pk_launch* launch, pk_worker* worker, uint64_t block) {
+    pk_device* device = launch->device;
+    __atomic_store_n(&launch->abort, 1, __ATOMIC_RELAXED);
+    if (worker->fault.kind == PK_FAULT_NONE) return;  // stopped because another block faulted
+    pthread_mutex_lock(&device->mutex);
+    if (launch->fault.kind == PK_FAULT_NONE || block < launch->fault_block) {
+        launch->fault = worker->fault;
+        launch->fault_block = block;
+    }
+    pthread_mutex_unlock(&device->mutex);
+    worker->fault.kind = PK_FAULT_NONE;
+}
+
+// Runs blocks until none is left.  `may_publish`: the launching OS thread, which asks for helpers when it is slow.
+// Returns whether it published the launch.
+static bool run_blocks(pk_worker* worker, pk_launch* launch, bool may_publish) {
+    const pk_node* node = launch->node;
+    bool has_published = false;
+    worker->launch = launch;
+    worker->block.blocks = node->grid;
+    uint64_t started = may_publish ? now_ns() : 0;
+    while (!__atomic_load_n(&launch->abort, __ATOMIC_RELAXED)) {
+        uint64_t position = __atomic_fetch_add(&launch->next, 1, __ATOMIC_RELAXED);
+        if (position >= launch->block_count) break;
+        uint64_t block = ordered_block(launch, position);
+        if (!prepare_fibers(worker, node->block)) {
+            record_fault(worker, &worker->scheduler, PK_FAULT_MEMORY, "no host memory for the stacks of %u threads",
+                         node->block.x * node->block.y * node->block.z);
+            snprintf(worker->fault.kernel, sizeof(worker->fault.kernel), "%s", node->name);
+            report_fault(launch, worker, block);
+            break;
+        }
+        if (!run_block(worker, launch, block)) report_fault(launch, worker, block);
+        if (may_publish && position + 2 < launch->block_count && now_ns() - started > kWakeAfterNs) {
+            has_published = publish(launch);
+            may_publish = false;
+        }
+    }
+    worker->launch = nullptr;
+    return has_published;
+}
 
 static void* helper_main(void* argument) {
     pk_device* device = static_cast<pk_device*>(argument);
@@ -93,23 +160,7 @@ static void* helper_main(void* argument) {
     return nullptr;
 }
 
-static pk_worker* take_worker(pk_device* device) {
-    pthread_mutex_lock(&device->mutex);
-    pk_worker* worker = device->free_workers;
-    if (worker) device->free_workers = worker->next_free;
-    pthread_mutex_unlock(&device->mutex);
-    return worker ? worker : create_worker(device);
-}
-
-static void give_worker(pk_device* device, pk_worker* worker) {
-    pthread_mutex_lock(&device->mutex);
-    worker->next_free = device->free_workers;
-    device->free_workers = worker;
-    pthread_mutex_unlock(&device->mutex);
-}
-
-// ---------------------------------------------------------------------------------------------------------
-// Launches
+// ---- launches --------------------------------------------------------------------------------------------------
 
 static uint64_t greatest_common_divisor(uint64_t a, uint64_t b) {
     while (b) {
@@ -124,7 +175,7 @@ static void run_kernel(pk_device* device, pk_worker* worker, const pk_node* node
     pk_launch launch = {};
     launch.node = node;
     launch.device = device;
-    launch.block_count = static_cast<uint64_t>(node->grid[0]) * node->grid[1] * node->grid[2];
+    launch.block_count = static_cast<uint64_t>(node->grid.x) * node->grid.y * node->grid.z;
     launch.serial = __atomic_add_fetch(&device->launches, 1, __ATOMIC_RELAXED);
     if (device->order == PK_RANDOM) {
         uint64_t state = device->seed + launch.serial * 0xD1B54A32D192ED03u;
@@ -143,13 +194,13 @@ static void run_kernel(pk_device* device, pk_worker* worker, const pk_node* node
 static __thread int has_signal_stack;
 static __thread pk_fault last_fault;
 
-// Runs the nodes in order.  Returns 0, or 1 when one failed: see pk_last_fault; the nodes after it did not run.
+// Runs the nodes in order.  Returns 0, or 1 when one failed: pk_last_fault describes it, and later nodes did not run.
 PK_PUBLIC int pk_run(pk_device* device, const pk_node* nodes, uint64_t count) {
     ensure_signal_handlers();
     if (!has_signal_stack) has_signal_stack = install_signal_stack();
     pk_fault* fault = &last_fault;
     fault->kind = PK_FAULT_NONE;
-    uint32_t float_control = set_float_control(kFloatControl);
+    auto float_control = set_float_control(kFloatControl);
     pk_worker* worker = take_worker(device);
     if (!worker) {
         set_float_control(float_control);
@@ -171,7 +222,7 @@ PK_PUBLIC int pk_run(pk_device* device, const pk_node* nodes, uint64_t count) {
     return fault->kind != PK_FAULT_NONE;
 }
 
-// Runs one node whose arguments lie elsewhere: the host need not know their address.
+// Runs one node with these arguments, so that the host need not write their address into the node.
 PK_PUBLIC int pk_run_one(pk_device* device, const pk_node* node, const uint64_t* slots) {
     pk_node copy = *node;
     copy.slots = slots;
@@ -181,14 +232,12 @@ PK_PUBLIC int pk_run_one(pk_device* device, const pk_node* node, const uint64_t*
 // The fault of the last pk_run of this OS thread.
 PK_PUBLIC void pk_last_fault(pk_fault* fault) { *fault = last_fault; }
 
-// ---------------------------------------------------------------------------------------------------------
-// Devices
+// ---- devices ---------------------------------------------------------------------------------------------------
 
 PK_PUBLIC pk_device* pk_device_create(int threads, int32_t order, uint64_t seed, double spin_seconds) {
     size_t bytes = round_up(sizeof(pk_device), PK_PAGE_BYTES);
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return nullptr;
-    pk_device* device = static_cast<pk_device*>(memory);
+    pk_device* device = static_cast<pk_device*>(map_memory(bytes));
+    if (!device) return nullptr;
     pthread_mutex_init(&device->mutex, nullptr);
     pthread_mutex_init(&device->serial_mutex, nullptr);
     pthread_cond_init(&device->work, nullptr);
@@ -196,11 +245,11 @@ PK_PUBLIC pk_device* pk_device_create(int threads, int32_t order, uint64_t seed,
     device->order = order;
     device->seed = seed;
     device->spin_limit_ns = static_cast<uint64_t>(spin_seconds * 1e9);
-    // Helpers take no signals but faults: Ctrl-C belongs to the main thread.
-    sigset_t every, before;
-    sigfillset(&every);
-    for (int i = 0; i < SIGNALS; ++i) sigdelset(&every, kSignals[i]);
-    pthread_sigmask(SIG_SETMASK, &every, &before);
+    // Helpers take no signals except faults: the main thread handles Ctrl-C.
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    for (int i = 0; i < SIGNALS; ++i) sigdelset(&blocked, kSignals[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
     for (int i = 0; i < threads - 1 && i < HELPERS_MAX; ++i) {
         if (pthread_create(&device->helpers[device->helper_count], nullptr, helper_main, device) != 0) break;
         device->helper_count += 1;
@@ -229,56 +278,3 @@ PK_PUBLIC void pk_device_destroy(pk_device* device) {
     }
     munmap(device, round_up(sizeof(pk_device), PK_PAGE_BYTES));
 }
-
-// ---------------------------------------------------------------------------------------------------------
-// Buffers: [ guard pages | canary ... | data | canary | guard pages ]
-
-// On either side, so that a stride past the end, or one before the start (page -1), still has a name.
-enum { GUARD_BYTES = 64 * 1024 };
-
-// Returns 0, or -1 when the host has no memory.  `align` is a power of two, at most a page.
-PK_PUBLIC int pk_buffer_create(uint64_t bytes, uint64_t align, int fill, pk_buffer* buffer) {
-    uint64_t used = round_up(bytes, align), pages = round_up(used ? used : 1, PK_PAGE_BYTES);
-    uint64_t total = GUARD_BYTES + pages + GUARD_BYTES;
-    void* base = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED) return -1;
-    uint8_t* first = static_cast<uint8_t*>(base) + GUARD_BYTES;
-    if (mprotect(first, pages, PROT_READ | PROT_WRITE) != 0) {
-        munmap(base, total);
-        return -1;
-    }
-    buffer->base = static_cast<uint8_t*>(base);
-    buffer->mapped_bytes = total;
-    buffer->start = first + pages - used;
-    buffer->bytes = bytes;
-    memset(first, CANARY, pages - used);
-    if (fill) memset(buffer->start, fill, bytes);
-    memset(buffer->start + bytes, CANARY, used - bytes);
-    return 0;
-}
-
-// 1 when a canary byte was overwritten; *offset is its distance from the start of the buffer (negative before it).
-PK_PUBLIC int pk_buffer_check(const pk_buffer* buffer, int64_t* offset) {
-    const uint8_t* first = buffer->base + GUARD_BYTES;
-    const uint8_t* end = buffer->base + buffer->mapped_bytes - GUARD_BYTES;
-    for (const uint8_t* at = buffer->start + buffer->bytes; at < end; ++at) {
-        if (*at != CANARY) {
-            *offset = at - buffer->start;
-            return 1;
-        }
-    }
-    for (const uint8_t* at = buffer->start; at > first;) {
-        if (*--at != CANARY) {
-            *offset = at - buffer->start;
-            return 1;
-        }
-    }
-    return 0;
-}
-
-// Gives the memory back but keeps the addresses, so that a late access faults instead of hitting something new.
-PK_PUBLIC void pk_buffer_retire(const pk_buffer* buffer) {
-    mmap(buffer->base, buffer->mapped_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-}
-
-PK_PUBLIC void pk_buffer_destroy(const pk_buffer* buffer) { munmap(buffer->base, buffer->mapped_bytes); }

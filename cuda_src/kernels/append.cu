@@ -4,8 +4,8 @@
 //       p = first_positions[b] + w;  page = block_table[table_rows[b]][p >> 6]
 //       code and scale of k[b, w, h] -> row (page, h, p & 63) of the K planes;  the same for v
 //
-// Nothing is read back, and no byte outside the addressed rows changes: rows of dead columns are not even read, so NaN
-// in a rejected tail, or a table row of -1 for an entry without live columns, have no effect.
+// The kernels read nothing back and change no byte outside the addressed rows.  They do not read rows of dead columns:
+// NaN in a rejected tail, or a table row of -1 for an entry without live columns, has no effect.
 //
 //   kernel             grid                              block   shared bytes        called from
 //   append_rows        (ceil(B*W*H / rows a warp), 1, 1) 64      2 * (2048 + 128)    ops.append, ops.causal_attention
@@ -28,13 +28,11 @@ constexpr int kAppendWarpRows = 32 / kAppendRowLanes;
 static_assert(kAppendRowLanes <= 32 && kAppendWarpRows >= 1, "a row lies within one warp");
 static_assert((kCodecK == Codec::kBf16) == (kCodecV == Codec::kBf16), "lanes of K and V rows are divided alike");
 
-// Where one lane of the writing warp works.
+// The row that a lane writes, and its part of the row.
 struct AppendPlace {
-    const uint16_t* source;  // its dims of k or v, or null when the row is dead
-    int page;
-    int head;
-    int offset;
-    int piece;  // its place among the lanes of the row
+    const uint16_t* source;  // the lane's dims of k or v, or null when the row is dead
+    int page, head, offset;
+    int piece;  // position of the lane among the lanes of the row
 };
 
 // rows: (B, W, Hkv, D) BF16; live_columns: (B,) or null when all W columns are live.
@@ -116,7 +114,7 @@ PK_EXPORT(append_rows)
 extern "C" __global__ void append_prefix(PK_APPEND_PARAMETERS(counts)) { PK_APPEND_BODY(counts) }
 PK_EXPORT(append_prefix)
 
-// values: (N, D) FP32, taken as rotated already; codes: (N, code bytes), scales: (N, scale bytes); role 0 = K, 1 = V.
+// values: (N, D) FP32, rotated already; codes: (N, code bytes); scales: (N, scale bytes); role: 0 = K, 1 = V.
 // (codecs 6)
 extern "C" __global__ void encode_unrotated(const float* __restrict__ values, uint8_t* codes, uint8_t* scales,
                                             int64_t rows, int32_t role) {

@@ -1,11 +1,11 @@
 // What the attention kernels share: tiles of query rows, streams over pages, partial results.  (C14.3-C14.6)
 //
-// The W * group query rows of one (batch entry, KV head), column by column, are cut into tiles of kRows rows; a block
-// is one tile.  Within a key group (softmax.cuh) its four warps are the four streams, each over its own pages:
+// The W * group query rows of one (batch entry, KV head), column by column, are cut into tiles of kRows rows.  A block
+// computes one tile.  Within a key group (softmax.cuh) its four warps are the four streams, each over its own pages:
 //
 //   QK      lane owns keys `lane` and `lane + 32` of the page; a score is eight fused running sums (one per dim mod 8)
 //           over D / 8 steps, then a fixed tree
-//   softmax page maximum by one warp collective; each lane keeps the weight sums of its own keys
+//   softmax page maximum by one warp collective; each lane sums the weights of its own keys
 //   P       (64 keys, kRows) floats in shared memory, two buffers in turn, so one __syncwarp a page
 //   PV      lane owns 8 dims of O for every row of the tile, over every S-th key (S = 32 / (D / 8) sub-streams)
 //
@@ -13,10 +13,10 @@
 //           dims 0-7, 8-15, ...     dims 0-7, ...
 //           sub-stream 0            sub-stream 1
 //
-// At the end of a group the partial O of all sub-streams and streams meet in shared memory, in order.  All that a row
-// computes depends on its own query, its own last position and its own cache content: which tile it stands in, and what
-// the other rows of the tile see, only decides which loads happen (C14.6).  Stale bytes behind a row's last position
-// are either not loaded or left out by a select.
+// At the end of a group the partial O of all sub-streams and streams meet in shared memory, in order.  The results of a
+// row depend on its own query, last position and cache content only: its tile, and what other rows of the tile see,
+// decide only which loads happen (C14.6).  Stale bytes behind a row's last position are not loaded, or a select leaves
+// them out.
 //
 // Workspace of a split launch: O (B, Hkv, W*group, groups, D) FP32, not divided by l; then (m, l)
 // (B, Hkv, W*group, groups, 2) FP32.
@@ -29,7 +29,7 @@
 namespace pagedkv {
 
 constexpr int kRows = 8;                        // query rows of a tile: one number per row is one Float8
-constexpr int kFewRows = 4;                     // a decode tile with at most so many live rows computes no others
+constexpr int kFewRows = 4;                     // a decode tile with at most this many live rows computes no others
 constexpr int kThreads = 32 * kStreams;
 constexpr int kChunks = kHeadDim / 8;           // lanes across a V row
 constexpr int kSubStreams = 32 / kChunks;       // V rows a warp reads side by side
@@ -40,7 +40,7 @@ static_assert(2 * kPageTokens * kRows <= kSliceFloats, "both P buffers fit into 
 static_assert(kRows * kPieces <= kThreads, "one thread per 16 dims of a tile's output");
 static_assert(!kRotatesK || kRows * kPieces % 32 == 0, "rotate_row is called by whole warps");
 
-// What one launch works on; pointers as documented at the kernels.
+// The arguments of one launch; the kernels document the pointers.
 struct Attention {
     const uint16_t* q;
     uint16_t* out;
@@ -48,7 +48,7 @@ struct Attention {
     Plane k_codes, v_codes, k_scales, v_scales;
     const int32_t* block_table;
     int table_width;
-    const int32_t* positions;  // causal: position of column 0; context: how many positions every column sees
+    const int32_t* positions;  // causal: position of column 0; context: number of positions that every column sees
     const int32_t* table_rows;
     const int32_t* valid_columns;
     int width, kv_heads, group_size;
@@ -60,12 +60,12 @@ struct Attention {
 // One tile of query rows of one (batch entry, KV head).
 struct Tile {
     int entry, head;
-    int row_begin;      // first row of the tile among the W * group rows
-    int rows;           // rows that exist, at most kRows
-    int live_rows;      // rows of live columns: a prefix
-    int first_position;  // the last that the tile's first row sees
-    int last_position;   // the last that any live row sees, -1 if none
-    int column_step;     // from a column's last position to the next one's: 1, or 0 where all see one context
+    int row_begin;       // first row of the tile among the W * group rows
+    int rows;            // rows that exist, at most kRows
+    int live_rows;       // rows of live columns: a prefix
+    int first_position;  // last position that the tile's first row sees
+    int last_position;   // last position that any live row sees, -1 if none is live
+    int column_step;     // causal: 1, the next column sees one position more; context: 0
 
     __device__ __forceinline__ int position_of(const Attention& op, int row) const {
         return first_position + column_step * ((row_begin + row) / op.group_size);
@@ -145,20 +145,18 @@ __device__ __forceinline__ void store_inert_rows(const Attention& op, const Tile
     if (op.lse != nullptr && piece == 0) op.lse[tile.output_row(op, row)] = -infinity();
 }
 
-// Divides by l, rotates back where V is rotated, rounds and writes.  Called by whole warps of a tile's threads;
-// `scratch` is (kRows, D) shared floats.  l is zero for a live row only if all its scores are -infinity, and then 0 / 0
-// is the NaN that the softmax itself gives: no guard stands here, so that a NaN scale reaches the output.
+// Divides by l, rotates back where V is rotated, rounds and writes.  Whole warps of a tile's threads call it; scratch:
+// (kRows, D) shared floats.  l is zero for a live row only if all its scores are -infinity; then 0 / 0 is the NaN that
+// the softmax itself gives.  No guard replaces it, so that a NaN scale reaches the output.
 __device__ __forceinline__ void finish(const Attention& op, const Tile& tile, const Share& share, float* scratch,
                                        int row, int piece, bool is_live) {
     float y[kLaneDims];
     spread16(y, share.o[0], share.o[1]);
-    PK_UNROLL
-    for (int i = 0; i < kLaneDims; ++i) y[i] = __fdiv_rn(y[i], share.l);
+    PK_UNROLL for (int i = 0; i < kLaneDims; ++i) y[i] = __fdiv_rn(y[i], share.l);
     if constexpr (kRotatesV) rotate_row(y, scratch + row * kHeadDim, piece);
     if (!is_live) return;
     uint32_t words[8];
-    PK_UNROLL
-    for (int i = 0; i < 8; ++i) words[i] = bf16_result(y[2 * i]) | (bf16_result(y[2 * i + 1]) << 16);
+    PK_UNROLL for (int i = 0; i < 8; ++i) words[i] = bf16_result(y[2 * i]) | (bf16_result(y[2 * i + 1]) << 16);
     store_output(op, tile, row, piece, words);
     if (op.lse != nullptr && piece == 0) {
         // log2 to the natural logarithm; m is in base 2 because the scores carry log2(e).
@@ -171,8 +169,7 @@ __device__ __forceinline__ void finish(const Attention& op, const Tile& tile, co
 // Adds the products of 8 dims to the running sums of kUsed rows; `q` is (kRows, D) shared, at the first of these dims.
 template <int kUsed>
 __device__ __forceinline__ void add_products(Float8 (&sums)[kRows], const Float8& key, const float* q) {
-    PK_UNROLL
-    for (int r = 0; r < kUsed; ++r) sums[r] = fused(key, load8(q + r * kHeadDim), sums[r]);
+    PK_UNROLL for (int r = 0; r < kUsed; ++r) sums[r] = fused(key, load8(q + r * kHeadDim), sums[r]);
 }
 
 // Returns scale_log2 * dot(q[r], K) of one key for every row r below kUsed, and zeros.
@@ -180,11 +177,8 @@ template <int kUsed>
 __device__ __forceinline__ Float8 score_key(const uint8_t* code_row, const uint8_t* scale_row, const float* q,
                                             float scale_log2) {
     constexpr int kLoadDims = kCodecK == Codec::kBf16 ? 8 : kCodecK == Codec::kFp4 ? 32 : 16;  // dims in 16 bytes
-    Float8 sums[kRows];
-    PK_UNROLL
-    for (int r = 0; r < kRows; ++r) sums[r] = same8(0.0f);
-    PK_KEEP_LOOP
-    for (int dim = 0; dim < kHeadDim; dim += kLoadDims) {
+    Float8 sums[kRows] = {};
+    PK_KEEP_LOOP for (int dim = 0; dim < kHeadDim; dim += kLoadDims) {
         const uint4 codes = load16(code_row + dim / kLoadDims * 16);
         if constexpr (kCodecK == Codec::kBf16) {
             add_products<kUsed>(sums, bf16_decode8(codes), q + dim);
@@ -196,8 +190,7 @@ __device__ __forceinline__ Float8 score_key(const uint8_t* code_row, const uint8
                 add_products<kUsed>(sums, multiply(e2m1_decode8_doubled(word), scale), q + dim + 8 * i);
             }
         } else {
-            PK_KEEP_LOOP
-            for (int i = 0; i < 2; ++i) {
+            PK_KEEP_LOOP for (int i = 0; i < 2; ++i) {
                 const uint2 half = i == 0 ? make_uint2(codes.x, codes.y) : make_uint2(codes.z, codes.w);
                 if constexpr (kCodecK == Codec::kInt8) {
                     const float scale = group_scale<kCodecK>(scale_row, dim);
@@ -215,28 +208,20 @@ __device__ __forceinline__ Float8 score_key(const uint8_t* code_row, const uint8
     return multiply(scores, scale_log2);
 }
 
-// The rows of one KV head in one page of the cache.
-struct PageRows {
-    const Attention& op;
-    int page, head;
-
-    __device__ __forceinline__ const uint8_t* k_codes(int key) const {
-        return row_address(op.k_codes, page, head, key, code_row_bytes(kCodecK));
-    }
-    __device__ __forceinline__ const uint8_t* v_codes(int key) const {
-        return row_address(op.v_codes, page, head, key, code_row_bytes(kCodecV));
-    }
-    __device__ __forceinline__ const uint8_t* k_scales(int key) const {
-        return row_address(op.k_scales, page, head, key, scale_row_bytes(kCodecK));
-    }
-    __device__ __forceinline__ const uint8_t* v_scales(int key) const {
-        return row_address(op.v_scales, page, head, key, scale_row_bytes(kCodecV));
-    }
-    __device__ __forceinline__ int code_stride() const { return code_row_bytes(kCodecV); }
+// Up to 64 keys of one KV head: the rows of a page, or the temporary rows of context_attention.cu.
+struct KeyRows {
+    const uint8_t *k_codes, *v_codes, *k_scales, *v_scales;  // of key 0
+    int k_stride, v_stride;                                  // bytes from the codes of one key to those of the next
 };
 
-// What a stream has folded so far: O of the lane's dims and sub-stream, the rows' maxima, and the weight sums over the
-// lane's own keys.
+__device__ __forceinline__ KeyRows page_rows(const Attention& op, int page, int head) {
+    return {row_address(op.k_codes, page, head, 0, 0),  row_address(op.v_codes, page, head, 0, 0),
+            row_address(op.k_scales, page, head, 0, 0), row_address(op.v_scales, page, head, 0, 0),
+            code_row_bytes(kCodecK), code_row_bytes(kCodecV)};
+}
+
+// The partial result of a stream, in one lane: the rows' maxima, the weight sums over the lane's own keys, and O of the
+// lane's dims and sub-stream.
 template <int kUsed>
 struct StreamSums {
     Float8 m, l;
@@ -245,17 +230,14 @@ struct StreamSums {
 
 template <int kUsed>
 __device__ __forceinline__ StreamSums<kUsed> no_keys() {
-    StreamSums<kUsed> sums;
+    StreamSums<kUsed> sums = {};
     sums.m = same8(-infinity());
-    sums.l = same8(0.0f);
-    PK_UNROLL
-    for (int r = 0; r < kUsed; ++r) sums.o[r] = same8(0.0f);
     return sums;
 }
 
-// Folds keys [0, any_end) of up to 64 `rows`, the first of which stands at `page_begin`: every live row of the tile
-// sees those below all_end, and of the rest each row those up to its position.  weights: (64, kRows) shared floats.
-template <int kUsed, typename KeyRows>
+// Folds keys [0, any_end) of `rows`; key 0 has position `page_begin`.  Every live row of the tile sees the keys below
+// all_end; of the others each row sees those up to its own position.  weights: (64, kRows) shared floats.
+template <int kUsed>
 __device__ __forceinline__ void fold_page(StreamSums<kUsed>& stream_sums, const KeyRows& rows, const float* q,
                                           const int* row_positions, int page_begin, int all_end, int any_end,
                                           float scale_log2, float* weights, int lane) {
@@ -266,85 +248,74 @@ __device__ __forceinline__ void fold_page(StreamSums<kUsed>& stream_sums, const 
     Float8(&o)[kUsed] = stream_sums.o;
     Float8 scores[2];
     float v_scales[2] = {1.0f, 1.0f};  // fp8 V: the row's scale joins the weight
-    PK_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    PK_UNROLL for (int half = 0; half < 2; ++half) {
         const int key = lane + 32 * half;
         scores[half] = same8(-infinity());
         if (key < any_end) {
-            scores[half] = score_key<kUsed>(rows.k_codes(key), rows.k_scales(key), q, scale_log2);
+            scores[half] = score_key<kUsed>(rows.k_codes + key * rows.k_stride,
+                                            rows.k_scales + key * scale_row_bytes(kCodecK), q, scale_log2);
             if (key >= all_end) {
-                PK_UNROLL
-                for (int r = 0; r < kUsed; ++r) {
+                PK_UNROLL for (int r = 0; r < kUsed; ++r) {
                     if (page_begin + key > row_positions[r]) scores[half][r] = -infinity();
                 }
             }
             if constexpr (kCodecV == Codec::kFp8) {
-                v_scales[half] = half_to_float(*reinterpret_cast<const uint16_t*>(rows.v_scales(key)));
+                v_scales[half] = half_to_float(reinterpret_cast<const uint16_t*>(rows.v_scales)[key]);
             }
         }
     }
 
-    // A NaN score is no maximum; it reaches the output through its weight.
+    // A maximum ignores NaN scores: they reach the output through their weights.
     const Float8 lane_max = larger(scores[1], larger(scores[0], same8(-infinity())));
     float page_max[kRows];
-    PK_UNROLL
-    for (int r = 0; r < kRows; ++r) page_max[r] = lane_max[r];
-    pk_warp_max_n<kRows>(page_max);
+    PK_UNROLL for (int r = 0; r < kRows; ++r) page_max[r] = lane_max[r];
+    pk_warp_max(page_max);
 
     Float8 new_max;
-    PK_UNROLL
-    for (int r = 0; r < kRows; ++r) new_max[r] = page_max[r];
+    PK_UNROLL for (int r = 0; r < kRows; ++r) new_max[r] = page_max[r];
     new_max = larger(new_max, m);
     const Float8 reference = reference_of(new_max);
     const Float8 rescale = exp2_fixed(subtract(m, reference));
     m = new_max;
     Float8 weight[2];
-    PK_UNROLL
-    for (int half = 0; half < 2; ++half) weight[half] = exp2_fixed(subtract(scores[half], reference));
+    PK_UNROLL for (int half = 0; half < 2; ++half) weight[half] = exp2_fixed(subtract(scores[half], reference));
     l = fused(l, rescale, add(weight[0], weight[1]));
-    PK_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    PK_UNROLL for (int half = 0; half < 2; ++half) {
         if constexpr (kCodecV == Codec::kFp8) weight[half] = multiply(weight[half], v_scales[half]);
         store8(weights + (lane + 32 * half) * kRows, weight[half]);
     }
-    PK_UNROLL
-    for (int r = 0; r < kUsed; ++r) o[r] = multiply(o[r], rescale[r]);
+    PK_UNROLL for (int r = 0; r < kUsed; ++r) o[r] = multiply(o[r], rescale[r]);
     __syncwarp();
 
     int key = sub < kSubStreams ? sub : kPageTokens;
-    const uint8_t* code_row = rows.v_codes(key);
-    const uint8_t* scale_row = rows.v_scales(key);
-    PK_KEEP_LOOP
-    for (; key < all_end; key += kSubStreams) {
+    const uint8_t* code_row = rows.v_codes + key * rows.v_stride;
+    const uint8_t* scale_row = rows.v_scales + key * scale_row_bytes(kCodecV);
+    PK_KEEP_LOOP for (; key < all_end; key += kSubStreams) {
         const Float8 value = decode8<kCodecV>(code_row, scale_row, chunk * 8);
-        code_row += kSubStreams * rows.code_stride();
+        code_row += kSubStreams * rows.v_stride;
         scale_row += kSubStreams * scale_row_bytes(kCodecV);
         const Float8 weight_of = load8(weights + key * kRows);
-        PK_UNROLL
-        for (int r = 0; r < kUsed; ++r) o[r] = fused(weight_of[r], value, o[r]);
+        PK_UNROLL for (int r = 0; r < kUsed; ++r) o[r] = fused(weight_of[r], value, o[r]);
     }
-    PK_KEEP_LOOP
-    for (; key < any_end; key += kSubStreams) {
+    PK_KEEP_LOOP for (; key < any_end; key += kSubStreams) {
         const Float8 value = decode8<kCodecV>(code_row, scale_row, chunk * 8);
-        code_row += kSubStreams * rows.code_stride();
+        code_row += kSubStreams * rows.v_stride;
         scale_row += kSubStreams * scale_row_bytes(kCodecV);
-        PK_UNROLL
-        for (int r = 0; r < kUsed; ++r) {
+        PK_UNROLL for (int r = 0; r < kUsed; ++r) {
             if (page_begin + key <= row_positions[r]) o[r] = fused(weights[key * kRows + r], value, o[r]);
         }
     }
 }
 
-// Leaves a stream's O by sub-stream in `slice` (kSubStreams, kRows, D), and m, l of the rows in `sums` (2, kRows).
+// Stores a stream's O by sub-stream in slice: (kSubStreams, kRows, D), and m, l of the rows in sums: (2, kRows).
 template <int kUsed>
 __device__ __forceinline__ void store_stream(const StreamSums<kUsed>& stream_sums, float* slice, float* sums,
                                              int lane) {
     const int chunk = lane % kChunks;
     const int sub = lane / kChunks;
     float row_sum[kRows];
-    PK_UNROLL
-    for (int r = 0; r < kRows; ++r) row_sum[r] = stream_sums.l[r];
-    pk_warp_sum_n<kRows>(row_sum);
+    PK_UNROLL for (int r = 0; r < kRows; ++r) row_sum[r] = stream_sums.l[r];
+    pk_warp_sum(row_sum);
     __syncwarp();  // the slice overlaps the weights that other lanes may still read
     if (sub < kSubStreams) {
         PK_UNROLL
@@ -352,26 +323,27 @@ __device__ __forceinline__ void store_stream(const StreamSums<kUsed>& stream_sum
     }
     if (lane == 0) {
         store8(sums, stream_sums.m);
-        PK_UNROLL
-        for (int r = 0; r < kRows; ++r) sums[kRows + r] = row_sum[r];
+        PK_UNROLL for (int r = 0; r < kRows; ++r) sums[kRows + r] = row_sum[r];
     }
 }
 
-// Folds the pages of `stream` in [group_start, group_end) that the tile sees, and leaves the result as `store_stream`
-// says.  q: (kRows, D) shared floats; row_positions: (kRows) shared, -1 for dead rows.  Rows from kUsed on are not
-// computed.
+// Folds the pages of the warp's own stream in key group `group`, as far as the tile sees them, and stores the result
+// (store_stream).  q: (kRows, D) shared; row_positions: (kRows) shared, -1 for dead rows; slices: (kStreams,
+// kSliceFloats) shared; sums: (kStreams, 2, kRows) shared.  Rows from kUsed on are not computed.
 template <int kUsed>
 __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& tile, const float* q,
-                                            const int* row_positions, float* slice, float* sums, int stream, int lane,
-                                            int group_begin, int group_end) {
+                                            const int* row_positions, float* slices, float* sums, int group) {
+    const int stream = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
     const int32_t* table_row = op.block_table + static_cast<int64_t>(op.table_rows[tile.entry]) * op.table_width;
     const int first_position = row_positions[0];  // the smallest of the live rows
+    const int group_end = group_start(group + 1);
     const int page_end = (group_end - 1 < tile.last_position ? group_end - 1 : tile.last_position) >> kPageShift;
 
     StreamSums<kUsed> stream_sums = no_keys<kUsed>();
+    float* slice = slices + stream * kSliceFloats;
     float* weights = slice;
-    PK_KEEP_LOOP
-    for (int block = (group_begin >> kPageShift) + stream; block <= page_end; block += kStreams) {
+    PK_KEEP_LOOP for (int block = (group_start(group) >> kPageShift) + stream; block <= page_end; block += kStreams) {
         const int page = table_row[block];
         const int page_begin = block << kPageShift;
         // Keys of this page that every live row sees, and that any row sees.
@@ -379,34 +351,29 @@ __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& til
         const int any_left = tile.last_position - page_begin + 1;
         const int all_end = all_left < 0 ? 0 : all_left < kPageTokens ? all_left : kPageTokens;
         const int any_end = any_left < kPageTokens ? any_left : kPageTokens;
-        fold_page<kUsed>(stream_sums, PageRows{op, page, tile.head}, q, row_positions, page_begin, all_end, any_end,
+        fold_page<kUsed>(stream_sums, page_rows(op, page, tile.head), q, row_positions, page_begin, all_end, any_end,
                          op.scale_log2, weights, lane);
-        // The next page's weights go to the other buffer, and its __syncwarp orders this page's reads before the page
-        // after that one writes here again.
+        // The next page writes its weights to the other buffer.  Its __syncwarp separates the reads of this page from
+        // the writes of the page after next, which uses this buffer again.
         weights = slice + (weights == slice ? kPageTokens * kRows : 0);
     }
-    store_stream<kUsed>(stream_sums, slice, sums, lane);
+    store_stream<kUsed>(stream_sums, slice, sums + stream * kRows * 2, lane);
 }
 
-// Returns the partial result of so many streams for a thread's 16 dims: streams in order, in each its sub-streams in
-// order.  slices: (streams, kSliceFloats), sums: (streams, 2, kRows), both shared.
+// Returns the partial result of kFoldedStreams streams for a thread's 16 dims: streams in order, and in each its
+// sub-streams in order.  slices: (streams, kSliceFloats), sums: (streams, 2, kRows), both shared.
 template <int kFoldedStreams>
 __device__ __forceinline__ Share merge_streams(const float* slices, const float* sums, int row, int piece) {
-    Share share;
+    Share share = {};
     share.m = -infinity();
     PK_UNROLL
     for (int stream = 0; stream < kFoldedStreams; ++stream) share.m = larger(sums[2 * stream * kRows + row], share.m);
     const float reference = reference_of(share.m);
-    share.l = 0.0f;
-    share.o[0] = same8(0.0f);
-    share.o[1] = same8(0.0f);
-    PK_KEEP_LOOP
-    for (int stream = 0; stream < kFoldedStreams; ++stream) {
+    PK_KEEP_LOOP for (int stream = 0; stream < kFoldedStreams; ++stream) {
         const float factor = exp2_fixed(subtract(sums[2 * stream * kRows + row], reference));
         share.l = fused(sums[(2 * stream + 1) * kRows + row], factor, share.l);
         const float* part = slices + stream * kSliceFloats + row * kHeadDim + piece * kLaneDims;
-        PK_KEEP_LOOP
-        for (int sub = 0; sub < kSubStreams; ++sub, part += kRows * kHeadDim) {
+        PK_KEEP_LOOP for (int sub = 0; sub < kSubStreams; ++sub, part += kRows * kHeadDim) {
             share.o[0] = fused(factor, load8(part), share.o[0]);
             share.o[1] = fused(factor, load8(part + 8), share.o[1]);
         }
@@ -418,10 +385,8 @@ __device__ __forceinline__ Share merge_streams(const float* slices, const float*
 __device__ __forceinline__ void load_queries(const Attention& op, const Tile& tile, float* q, int* row_positions) {
     const int row = threadIdx.x / kPieces;
     const int piece = threadIdx.x % kPieces;
-    if (threadIdx.x < kRows) {
-        const int own_row = threadIdx.x;
-        row_positions[own_row] = own_row < tile.live_rows ? tile.position_of(op, own_row) : -1;
-    }
+    const int index = threadIdx.x;
+    if (index < kRows) row_positions[index] = index < tile.live_rows ? tile.position_of(op, index) : -1;
     if (row >= kRows) return;
     float x[kLaneDims] = {};
     if (row < tile.live_rows) {
@@ -429,8 +394,7 @@ __device__ __forceinline__ void load_queries(const Attention& op, const Tile& ti
         spread16(x, bf16_decode8(load16(source)), bf16_decode8(load16(source + 8)));
     }
     if constexpr (kRotatesK) rotate_row(x, q + row * kHeadDim, piece);
-    PK_UNROLL
-    for (int i = 0; i < kLaneDims; i += 8) store8(q + row * kHeadDim + piece * kLaneDims + i, collect8(x, i));
+    PK_UNROLL for (int i = 0; i < kLaneDims; i += 8) store8(q + row * kHeadDim + piece * kLaneDims + i, collect8(x, i));
 }
 
 // ---- partial results of a split launch ------------------------------------------------------------------------------
@@ -440,7 +404,7 @@ __device__ __forceinline__ int64_t partial_sums_begin(const Attention& op) {
     return static_cast<int64_t>(gridDim.z) * op.kv_heads * (op.width * op.group_size) * op.groups * kHeadDim;
 }
 
-// Leaves a thread's share of key group `group` in the workspace.
+// Stores a thread's share of key group `group` in the workspace.
 __device__ __forceinline__ void store_partial(const Attention& op, const Tile& tile, const Share& share, int row,
                                               int piece, int group) {
     const int64_t partial = tile.partial_row(op, row, group);
@@ -458,16 +422,11 @@ __device__ __forceinline__ Share fold_partials(const Attention& op, const Tile& 
                                                int last_group) {
     const float2* all_sums = reinterpret_cast<const float2*>(op.workspace + partial_sums_begin(op));
     Share share = {};
-    PK_KEEP_LOOP
-    for (int group = 0; group <= last_group; ++group) {
+    PK_KEEP_LOOP for (int group = 0; group <= last_group; ++group) {
         const int64_t partial = tile.partial_row(op, row, group);
         const float* source = op.workspace + partial * kHeadDim + piece * kLaneDims;
         const float2 sums = all_sums[partial];
-        Share next;
-        next.m = sums.x;
-        next.l = sums.y;
-        next.o[0] = load8(source);
-        next.o[1] = load8(source + 8);
+        const Share next = {sums.x, sums.y, {load8(source), load8(source + 8)}};
         if (group == 0) {
             share = next;
         } else {

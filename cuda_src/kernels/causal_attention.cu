@@ -7,11 +7,10 @@
 //   causal_attention_merge     (tiles, Hkv, B)                128     32 * D where V rotates    after it, if > 1 group
 //   causal_attention_prefill   (tiles, Hkv, 1)                128     as decode                 ops, route "prefill"
 //
-// decode: one block per key group; a row whose context is one group is finished there, other rows leave (O, m, l) in
-// the workspace, and the merge folds the groups from the left.  The grid depends on shapes only; blocks of groups
-// beyond the tile's last position return at once (C15.3).  prefill: one block walks all groups and folds as it goes,
-// with the same arithmetic.  Inert columns, and all columns of an entry with table row -1, produce exact +0 and lse
-// -infinity.
+// decode: one block per key group.  It finishes the rows whose context is one group; of other rows it stores (O, m, l)
+// in the workspace, and the merge folds the groups from the left.  The grid depends on shapes only; blocks of groups
+// beyond the tile's last position return at once (C15.3).  prefill: one block folds all groups in turn, with the same
+// arithmetic.  Inert columns, and all columns of an entry with table row -1, give exact +0 and lse -infinity.
 
 #include "kernels/runtime.cuh"
 
@@ -22,9 +21,9 @@ namespace pagedkv {
 template <bool kIsPrefill>
 __device__ __forceinline__ void attend(const Attention& op) {
     const int tiles = kIsPrefill ? gridDim.x : gridDim.x / op.groups;
-    // prefill: the longest contexts start first, so that the last blocks to finish are short ones.
+    // prefill: the longest contexts start first, so that the last blocks are short.
     const int group = kIsPrefill ? 0 : blockIdx.x / tiles;
-    // Most groups of a long max_context lie beyond the row: leave before anything costs time.
+    // Most groups of a long max_context lie beyond the row: return before anything costs time.
     if (group > 0 && op.positions[blockIdx.z] + op.width - 1 < group_start(group)) return;
     const Tile tile = tile_of<true>(op, kIsPrefill ? tiles - 1 - blockIdx.x : blockIdx.x - group * tiles);
     if (group == 0 && tile.live_rows < tile.rows) store_inert_rows(op, tile);
@@ -37,29 +36,22 @@ __device__ __forceinline__ void attend(const Attention& op) {
     load_queries(op, tile, queries, row_positions);
     __syncthreads();
 
-    const int stream = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
     const int row = threadIdx.x / kPieces;
     const int piece = threadIdx.x % kPieces;
     const int last_group = kIsPrefill ? group_of(tile.last_position) : group;
     Share share = {};
-    PK_KEEP_LOOP
-    for (int current = group; current <= last_group; ++current) {
-        float* slice = slices + stream * kSliceFloats;
-        float* sums = stream_sums + stream * kRows * 2;
-        const int begin = group_start(current);
-        const int end = group_start(current + 1);
+    PK_KEEP_LOOP for (int current = group; current <= last_group; ++current) {
         if (!kIsPrefill && tile.live_rows <= kFewRows) {
-            fold_stream<kFewRows>(op, tile, queries, row_positions, slice, sums, stream, lane, begin, end);
+            fold_stream<kFewRows>(op, tile, queries, row_positions, slices, stream_sums, current);
         } else {
-            fold_stream<kRows>(op, tile, queries, row_positions, slice, sums, stream, lane, begin, end);
+            fold_stream<kRows>(op, tile, queries, row_positions, slices, stream_sums, current);
         }
         __syncthreads();
         if (row < tile.live_rows) {
             const Share next = merge_streams<kStreams>(slices, stream_sums, row, piece);
             if (current == group) {
                 share = next;
-            } else if (row_positions[row] >= begin) {
+            } else if (row_positions[row] >= group_start(current)) {
                 fold(share, next);
             }
         }
@@ -72,7 +64,7 @@ __device__ __forceinline__ void attend(const Attention& op) {
     if constexpr (!kIsPrefill) {
         is_whole = is_live && group_of(row_positions[row]) == 0;
         if (is_live && !is_whole) store_partial(op, tile, share, row, piece, group);
-        // Rows of several groups are finished by the merge; a warp without a whole row has nothing left to do.
+        // The merge finishes rows of several groups; all others have group 0 only.
         if (group != 0) return;
     }
     finish(op, tile, share, queries, row, piece, is_whole);

@@ -2,14 +2,14 @@
 //
 // One module is compiled per (PK_PROFILE, PK_HEAD_DIM); everything that depends on them is a constant here.
 //
-//   PK_PROFILE  0 bf16   1 int8-g64   2 fp8-e4m3-row   3 nvfp4-g16   4 k8v4       (kernels.py has the same numbers)
+//   PK_PROFILE  0 bf16   1 int8-g64   2 fp8-e4m3-row   3 nvfp4-g16   4 k8v4       (pagedkv/ops/modules.py)
 //
 // Encoding: a lane owns 16 consecutive dims of a row, a row takes D / 16 neighbouring lanes, a warp as many rows as
 // fit.  16 is the nvfp4 group, a quarter of the int8 group and 16 bytes of int8 or fp8 codes.
 //
-// Rotation of D = 16 * T values held so (T = 4, 8, 16): strides 1, 2, 4, 8 lie inside a lane; for the rest the row
-// goes through shared memory once and a lane takes 256 / D columns c, c + 16, c + 32, ..., T values each, in which the
-// strides 16, 32, ... lie.  The order of the strides is the one that decides code bytes.
+// Rotation of D = 16 * T values (T = 4, 8, 16) in such lanes: strides 1, 2, 4, 8 lie inside a lane.  For strides 16,
+// 32, ... the row passes through shared memory once, and a lane takes 256 / D columns c, c + 16, c + 32, ..., of T
+// values each.  This order of the strides decides the code bytes.
 //
 // Every byte equals that of `pagedkv.codecs.encode`.
 #pragma once
@@ -26,14 +26,10 @@ static_assert(kProfile >= 0 && kProfile <= 4, "the set of profiles is closed (C4
 static_assert(kHeadDim % 16 == 0 && kHeadDim >= 16 && kHeadDim <= 256, "C4.5");
 static_assert(kProfile == 0 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "C4.5");
 
-constexpr Codec kCodecK = kProfile == 0   ? Codec::kBf16
-                          : kProfile == 1 ? Codec::kInt8
-                          : kProfile == 3 ? Codec::kFp4
-                                          : Codec::kFp8;
-constexpr Codec kCodecV = kProfile == 0   ? Codec::kBf16
-                          : kProfile == 1 ? Codec::kInt8
-                          : kProfile == 2 ? Codec::kFp8
-                                          : Codec::kFp4;
+constexpr Codec kCodecsK[] = {Codec::kBf16, Codec::kInt8, Codec::kFp8, Codec::kFp4, Codec::kFp8};
+constexpr Codec kCodecsV[] = {Codec::kBf16, Codec::kInt8, Codec::kFp8, Codec::kFp4, Codec::kFp4};
+constexpr Codec kCodecK = kCodecsK[kProfile];
+constexpr Codec kCodecV = kCodecsV[kProfile];
 constexpr bool kRotatesK = kProfile >= 2;
 constexpr bool kRotatesV = kProfile >= 3;
 
@@ -68,42 +64,33 @@ __device__ __forceinline__ void butterfly(float& a, float& b) {
     b = difference;
 }
 
-// Replaces x by R x, exactly as codecs 1 orders the operations.  Called by whole warps: all kRowLanes lanes of a row
-// hold its dims in order, `piece` is a lane's place in its row and `row` kHeadDim shared floats that only these lanes
-// use.  Two __syncwarp.
+// Replaces x by R x, with the operations in the order of codecs 1.  Whole warps call it: the kRowLanes lanes of a row
+// hold its dims in order, `piece` is a lane's place among them, and only they use `row`, kHeadDim shared floats.  Two
+// __syncwarp.
 __device__ __forceinline__ void rotate_row(float (&x)[kLaneDims], float* row, int piece) {
     static_assert(32 % kRowLanes == 0 || !kRotatesK, "a rotated row lies within one warp");
     constexpr int kColumns = 256 / kHeadDim > 0 ? 256 / kHeadDim : 1;
     constexpr int kColumnValues = kLaneDims / kColumns;
-    PK_UNROLL
-    for (int stride = 1; stride < kLaneDims; stride *= 2) {
-        PK_UNROLL
-        for (int i = 0; i < kLaneDims; ++i) {
+    PK_UNROLL for (int stride = 1; stride < kLaneDims; stride *= 2) {
+        PK_UNROLL for (int i = 0; i < kLaneDims; ++i) {
             if ((i & stride) == 0) butterfly(x[i], x[i + stride]);
         }
     }
-    PK_UNROLL
-    for (int i = 0; i < kLaneDims; ++i) row[piece * kLaneDims + i] = x[i];
+    PK_UNROLL for (int i = 0; i < kLaneDims; ++i) row[piece * kLaneDims + i] = x[i];
     __syncwarp();
-    PK_UNROLL
-    for (int column = 0; column < kColumns; ++column) {
+    PK_UNROLL for (int column = 0; column < kColumns; ++column) {
         float* values = row + piece * kColumns + column;
         float y[kColumnValues];
-        PK_UNROLL
-        for (int i = 0; i < kColumnValues; ++i) y[i] = values[i * kLaneDims];
-        PK_UNROLL
-        for (int stride = 1; stride < kColumnValues; stride *= 2) {
-            PK_UNROLL
-            for (int i = 0; i < kColumnValues; ++i) {
+        PK_UNROLL for (int i = 0; i < kColumnValues; ++i) y[i] = values[i * kLaneDims];
+        PK_UNROLL for (int stride = 1; stride < kColumnValues; stride *= 2) {
+            PK_UNROLL for (int i = 0; i < kColumnValues; ++i) {
                 if ((i & stride) == 0) butterfly(y[i], y[i + stride]);
             }
         }
-        PK_UNROLL
-        for (int i = 0; i < kColumnValues; ++i) values[i * kLaneDims] = __fmul_rn(y[i], rotation_factor());
+        PK_UNROLL for (int i = 0; i < kColumnValues; ++i) values[i * kLaneDims] = __fmul_rn(y[i], rotation_factor());
     }
     __syncwarp();
-    PK_UNROLL
-    for (int i = 0; i < kLaneDims; ++i) x[i] = row[piece * kLaneDims + i];
+    PK_UNROLL for (int i = 0; i < kLaneDims; ++i) x[i] = row[piece * kLaneDims + i];
 }
 
 // ---- encoding ------------------------------------------------------------------------------------------------------
@@ -115,28 +102,31 @@ __device__ __forceinline__ uint32_t neighbours_max(uint32_t value, uint32_t* war
     warp_words[lane] = value;
     __syncwarp();
     uint32_t result = 0;
-    PK_UNROLL
-    for (int i = 0; i < kLanes; ++i) {
+    PK_UNROLL for (int i = 0; i < kLanes; ++i) {
         const uint32_t other = warp_words[lane / kLanes * kLanes + i];
         result = other > result ? other : result;
     }
     return result;
 }
 
-__device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    return a | (b << 8) | (c << 16) | (d << 24);
+// Stores a lane's 16 codes of one byte each.
+__device__ __forceinline__ void store_codes(uint8_t* code_row, int piece, const uint32_t (&codes)[kLaneDims]) {
+    uint32_t words[4];
+    PK_UNROLL for (int i = 0; i < 4; ++i) {
+        words[i] = codes[4 * i] | (codes[4 * i + 1] << 8) | (codes[4 * i + 2] << 16) | (codes[4 * i + 3] << 24);
+    }
+    store16(code_row + piece * kLaneDims, make_uint4(words[0], words[1], words[2], words[3]));
 }
 
-// Encodes one row of kHeadDim values (rotated already, where the profile rotates) and stores code and scale.  Called by
-// whole warps; `x` are the lane's 16 dims at [16 * piece, 16 * piece + 16), `is_live` is the same for all lanes of a
-// row, and dead rows store nothing.  `warp_words` are 32 shared words of the warp.
+// Encodes one row of kHeadDim values (rotated already, where the profile rotates) and stores code and scale.  Whole
+// warps call it; `x` holds the lane's 16 dims [16 * piece, 16 * piece + 16).  `is_live` is the same for all lanes of a
+// row; dead rows store nothing.  `warp_words`: 32 shared words of the warp.
 template <Codec kCodec>
 __device__ __forceinline__ void encode_row(const float (&x)[kLaneDims], uint8_t* code_row, uint8_t* scale_row,
                                            uint32_t* warp_words, int lane, int piece, bool is_live) {
     static_assert(kCodec != Codec::kBf16, "bf16 rows are copied, not encoded (codecs 2)");
     uint32_t largest_bits = 0;
-    PK_UNROLL
-    for (int i = 0; i < kLaneDims; ++i) {
+    PK_UNROLL for (int i = 0; i < kLaneDims; ++i) {
         const uint32_t magnitude = __float_as_uint(x[i]) & kMagnitudeMask;
         largest_bits = magnitude > largest_bits ? magnitude : largest_bits;
     }
@@ -151,16 +141,12 @@ __device__ __forceinline__ void encode_row(const float (&x)[kLaneDims], uint8_t*
         // S infinite (codecs 8) gives 1 / S = 0 and so zero codes by itself.
         const float reciprocal = is_finite && half != 0 ? __fdiv_rn(1.0f, half_to_float(half)) : 0.0f;
         uint32_t codes[kLaneDims];
-        PK_UNROLL
-        for (int i = 0; i < kLaneDims; ++i) {
+        PK_UNROLL for (int i = 0; i < kLaneDims; ++i) {
             const float rounded = is_finite ? rintf(__fmul_rn(x[i], reciprocal)) : 0.0f;
             const float limited = rounded > 127.0f ? 127.0f : rounded < -127.0f ? -127.0f : rounded;
             codes[i] = static_cast<uint32_t>(static_cast<int32_t>(limited)) & 0xFFu;
         }
-        store16(code_row + piece * kLaneDims, make_uint4(pack_bytes(codes[0], codes[1], codes[2], codes[3]),
-                                                         pack_bytes(codes[4], codes[5], codes[6], codes[7]),
-                                                         pack_bytes(codes[8], codes[9], codes[10], codes[11]),
-                                                         pack_bytes(codes[12], codes[13], codes[14], codes[15])));
+        store_codes(code_row, piece, codes);
         if (piece % 4 == 0) reinterpret_cast<uint16_t*>(scale_row)[piece / 4] = static_cast<uint16_t>(half);
     }
 
@@ -172,14 +158,10 @@ __device__ __forceinline__ void encode_row(const float (&x)[kLaneDims], uint8_t*
         const bool has_codes = is_finite && largest_bits != 0;
         const float reciprocal = has_codes ? __fdiv_rn(1.0f, half_to_float(half)) : 0.0f;
         uint32_t codes[kLaneDims];
-        PK_UNROLL
-        for (int i = 0; i < kLaneDims; ++i) {
+        PK_UNROLL for (int i = 0; i < kLaneDims; ++i) {
             codes[i] = has_codes ? float_to_e4m3(__fmul_rn(x[i], reciprocal)) : 0u;
         }
-        store16(code_row + piece * kLaneDims, make_uint4(pack_bytes(codes[0], codes[1], codes[2], codes[3]),
-                                                         pack_bytes(codes[4], codes[5], codes[6], codes[7]),
-                                                         pack_bytes(codes[8], codes[9], codes[10], codes[11]),
-                                                         pack_bytes(codes[12], codes[13], codes[14], codes[15])));
+        store_codes(code_row, piece, codes);
         if (piece == 0) *reinterpret_cast<uint16_t*>(scale_row) = static_cast<uint16_t>(half);
     }
 
@@ -190,8 +172,7 @@ __device__ __forceinline__ void encode_row(const float (&x)[kLaneDims], uint8_t*
         const bool has_codes = is_finite && largest_bits != 0;
         const float scale = has_codes ? e4m3_to_float(finite_scale) : 1.0f;
         uint32_t words[2] = {0, 0};
-        PK_UNROLL
-        for (int i = 0; i < kLaneDims; ++i) {
+        PK_UNROLL for (int i = 0; i < kLaneDims; ++i) {
             const uint32_t code = has_codes ? float_to_e2m1(__fdiv_rn(x[i], scale)) : 0u;
             words[i / 8] |= code << (4 * (i % 8));
         }

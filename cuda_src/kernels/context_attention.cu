@@ -1,22 +1,22 @@
 // context_attention: a draft block attends to its paged context and to itself, non-causally.  (C14.4)
 //
-// Every live query column of batch entry b sees positions [0, n_b) of the cache, which is only read, and all V_b
-// temporary rows, given as inputs and stored nowhere.  Head-major BF16, D 64 or 128.
+// Every live query column of batch entry b sees positions [0, n_b) of the cache, and all V_b temporary rows, which are
+// inputs and are not stored.  Head-major BF16, D 64 or 128.
 //
 //   context positions   0 ............ n_b - 1   through the block table: groups, streams and pages (softmax.cuh)
 //   temporary rows      0 .. V_b - 1             one partial result, folded as one page by one stream, in column order
 //   merge               key groups from the left, the temporary rows last
 //
-// Where a temporary row stands in the fold depends on its column alone, never on n_b: so the bits of an output row
+// The place of a temporary row in the fold depends on its column alone, never on n_b.  So the bits of an output row
 // depend on its query, the context's content and the V_b temporary rows, not on W, B or its tile (C14.6).  For n_b = 0
-// the table is not read; for V_b = 0, or table row -1, every column is inert: exact +0 and lse -infinity.  Inputs of
+// the table is not read.  For V_b = 0, or table row -1, every column is inert: exact +0 and lse -infinity.  Inputs of
 // inert columns are not read.
 //
 //   kernel                     grid (x, y, z)                 block   shared bytes        called from
 //   context_attention          (key groups * tiles, Hkv, B)   128     32 * D + 33,056     ops.context_attention
 //   context_attention_merge    (tiles, Hkv, B)                128     32 * D + 8,288      after it, if > 1 group
 //
-// A context of one key group is finished by the first kernel; of more, each group leaves (O, m, l) in the workspace,
+// The first kernel finishes a context of one key group.  Of a longer one each group stores (O, m, l) in the workspace,
 // and the merge folds them and the temporary rows.  The grid depends on shapes only (C15.3).
 
 #include "kernels/runtime.cuh"
@@ -27,32 +27,21 @@ namespace pagedkv {
 
 static_assert(kProfile == 0 && (kHeadDim == 64 || kHeadDim == 128), "drafts are BF16 with D 64 or 128 (C14.4)");
 
-// The temporary K and V rows of one KV head of one batch entry; column j is key j.
-struct TemporaryRows {
-    const uint8_t* k;
-    const uint8_t* v;
-    int row_bytes;  // from one column to the next
-
-    __device__ __forceinline__ const uint8_t* k_codes(int key) const { return k + key * row_bytes; }
-    __device__ __forceinline__ const uint8_t* v_codes(int key) const { return v + key * row_bytes; }
-    __device__ __forceinline__ const uint8_t* k_scales(int) const { return nullptr; }
-    __device__ __forceinline__ const uint8_t* v_scales(int) const { return nullptr; }
-    __device__ __forceinline__ int code_stride() const { return row_bytes; }
-};
-
-__device__ __forceinline__ TemporaryRows temporary_rows(const Attention& op, const Tile& tile, const uint16_t* k,
-                                                        const uint16_t* v) {
+// Returns the temporary rows of one KV head of one batch entry; column j is key j.
+__device__ __forceinline__ KeyRows temporary_rows(const Attention& op, const Tile& tile, const uint16_t* k,
+                                                  const uint16_t* v) {
     const int64_t first_row = static_cast<int64_t>(tile.entry) * op.width * op.kv_heads + tile.head;
+    const int stride = op.kv_heads * code_row_bytes(Codec::kBf16);
     return {reinterpret_cast<const uint8_t*>(k + first_row * kHeadDim),
-            reinterpret_cast<const uint8_t*>(v + first_row * kHeadDim), op.kv_heads * code_row_bytes(Codec::kBf16)};
+            reinterpret_cast<const uint8_t*>(v + first_row * kHeadDim), nullptr, nullptr, stride, stride};
 }
 
-// Folds the temporary rows into the tile's context and writes its live rows.  `context` is a thread's share of it,
-// valid if the tile has any.  Called by all threads of the block; slice and sums are one stream's.
+// Folds the temporary rows into the tile's context and writes its live rows.  `context` is a thread's share of the
+// context, valid if the tile has one.  All threads of the block call it; slice and sums: those of one stream.
 __device__ __forceinline__ void finish_with_temporary_rows(const Attention& op, const Tile& tile, const Share& context,
-                                                           const TemporaryRows& rows, float* q,
+                                                           const KeyRows& rows, float* q,
                                                            const int* row_positions, float* slice, float* sums) {
-    // The last warp: the first ones may still be busy with their shares of the context.
+    // The last warp folds them, because the first ones may still be busy with their shares of the context.
     if (threadIdx.x / 32 == kStreams - 1) {
         const int lane = threadIdx.x % 32;
         const int count = live_columns(op, tile.entry);
@@ -76,7 +65,7 @@ __device__ __forceinline__ void finish_with_temporary_rows(const Attention& op, 
 __device__ __forceinline__ void attend_context(const Attention& op, const uint16_t* k, const uint16_t* v) {
     const int tiles = gridDim.x / op.groups;
     const int group = blockIdx.x / tiles;
-    // Most groups of a long max_context lie beyond the context: leave before anything costs time.
+    // Most groups of a long max_context lie beyond the context: return before anything costs time.
     if (group > 0 && op.positions[blockIdx.z] <= group_start(group)) return;
     const Tile tile = tile_of<false>(op, blockIdx.x - group * tiles);
     if (group == 0 && tile.live_rows < tile.rows) store_inert_rows(op, tile);
@@ -94,16 +83,10 @@ __device__ __forceinline__ void attend_context(const Attention& op, const uint16
     const bool is_split = tile.last_position >= 0 && group_of(tile.last_position) > 0;
     Share share = {};
     if (tile.last_position >= 0) {
-        const int stream = threadIdx.x / 32;
-        const int lane = threadIdx.x % 32;
-        float* slice = slices + stream * kSliceFloats;
-        float* sums = stream_sums + stream * kRows * 2;
-        const int begin = group_start(group);
-        const int end = group_start(group + 1);
         if (tile.live_rows <= kFewRows) {
-            fold_stream<kFewRows>(op, tile, queries, row_positions, slice, sums, stream, lane, begin, end);
+            fold_stream<kFewRows>(op, tile, queries, row_positions, slices, stream_sums, group);
         } else {
-            fold_stream<kRows>(op, tile, queries, row_positions, slice, sums, stream, lane, begin, end);
+            fold_stream<kRows>(op, tile, queries, row_positions, slices, stream_sums, group);
         }
         __syncthreads();
         if (row < tile.live_rows) share = merge_streams<kStreams>(slices, stream_sums, row, piece);

@@ -1,15 +1,14 @@
 // Eight floats that one thread works on, and 16-byte loads and stores.
 //
-// A GPU thread holds a Float8 in eight registers; on the cpu it is one 256-bit vector, because there a thread is a
-// fiber and the only parallelism inside it is this.  Each operation is the same IEEE operation on each of the eight
-// elements, so both give the same bits; float has the same words, so that a formula is written once for both types.
-// Multiply-add is always one explicit fused operation: no compiler flag decides a result.
+// A GPU thread holds a Float8 in eight registers.  On the cpu a Float8 is one 256-bit vector, the only parallelism
+// inside a thread there.  Each operation is the same IEEE operation on each element, so both give the same bits.  The
+// same functions exist for float, so that a formula is written once for both types.  Multiply-add is always one
+// explicit fused operation: no compiler flag decides a result.
 //
-// The twins of the cpu are built-ins of GCC and Clang; no header is included.
+// The cpu's versions use built-ins of GCC and Clang and no header.
 #pragma once
 
-// Each compiler's own words for "unroll completely" (so that arrays indexed in the loop stay in registers) and "leave
-// the loop as it is".
+// Unroll a loop completely, so that the arrays that it indexes stay in registers; or do not unroll it.
 #if defined(__CUDACC__)
 #define PK_UNROLL _Pragma("unroll")
 #define PK_KEEP_LOOP _Pragma("unroll 1")
@@ -29,7 +28,7 @@ __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b);
 __device__ __forceinline__ float subtract(float a, float b) { return __fsub_rn(a, b); }
 __device__ __forceinline__ float multiply(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float fused(float a, float b, float c) { return fmaf(a, b, c); }
-// The larger one, and b when a is NaN.
+// The larger number; b when a is NaN.
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
 __device__ __forceinline__ float below(float x, float limit, float then, float otherwise) {
     return x < limit ? then : otherwise;
@@ -50,12 +49,11 @@ struct Float8 {
     __device__ __forceinline__ float& operator[](int i) { return at[i]; }
 };
 
-#define PK_ELEMENTWISE(declaration, expression)              \
-    __device__ __forceinline__ Float8 declaration {          \
-        Float8 result;                                       \
-        PK_UNROLL                                            \
-        for (int i = 0; i < 8; ++i) result.at[i] = expression; \
-        return result;                                       \
+#define PK_ELEMENTWISE(declaration, expression)                          \
+    __device__ __forceinline__ Float8 declaration {                      \
+        Float8 result;                                                   \
+        PK_UNROLL for (int i = 0; i < 8; ++i) result.at[i] = expression; \
+        return result;                                                   \
     }
 PK_ELEMENTWISE(same8(float value), value)
 PK_ELEMENTWISE(add(const Float8& a, const Float8& b), add(a[i], b[i]))
@@ -86,8 +84,7 @@ __device__ __forceinline__ void store8(float* target, const Float8& value) {
 // Element r is ((0+1)+(2+3)) + ((4+5)+(6+7)) of rows[r]: the tree of horizontal additions of 256-bit vectors.
 __device__ __forceinline__ Float8 row_sums(const Float8 (&rows)[8]) {
     Float8 result;
-    PK_UNROLL
-    for (int r = 0; r < 8; ++r) {
+    PK_UNROLL for (int r = 0; r < 8; ++r) {
         const Float8& row = rows[r];
         result[r] = add(add(add(row[0], row[1]), add(row[2], row[3])), add(add(row[4], row[5]), add(row[6], row[7])));
     }
@@ -171,10 +168,9 @@ __device__ __forceinline__ float same<float>(float value) { return value; }
 template <>
 __device__ __forceinline__ Float8 same<Float8>(float value) { return same8(value); }
 
-// Spreads two vectors over a thread's own array of 16, and collects eight elements of it.
+// Copies two vectors into a thread's own array of 16; collect8 copies eight elements back.
 __device__ __forceinline__ void spread16(float (&values)[16], const Float8& low, const Float8& high) {
-    PK_UNROLL
-    for (int i = 0; i < 8; ++i) {
+    PK_UNROLL for (int i = 0; i < 8; ++i) {
         values[i] = low[i];
         values[i + 8] = high[i];
     }
@@ -182,14 +178,13 @@ __device__ __forceinline__ void spread16(float (&values)[16], const Float8& low,
 
 __device__ __forceinline__ Float8 collect8(const float (&values)[16], int at) {
     Float8 result;
-    PK_UNROLL
-    for (int i = 0; i < 8; ++i) result[i] = values[at + i];
+    PK_UNROLL for (int i = 0; i < 8; ++i) result[i] = values[at + i];
     return result;
 }
 
 // ---- 8 and 16 bytes ------------------------------------------------------------------------------------------------
 
-// Reads 8 bytes; `source` is 8-byte aligned.  By value: NVRTC reads the words of a referenced uint2 one by one.
+// Reads 8 bytes; `source` is 8-byte aligned.  Returns a value, because NVRTC reads a referenced uint2 word by word.
 __device__ __forceinline__ uint2 load_pair(const void* source) { return *static_cast<const uint2*>(source); }
 
 // Reads 16 bytes; `source` is 16-byte aligned.

@@ -3,13 +3,13 @@
 //   x (R, K)   w (N, K)   out (R, N)   FP32, C-contiguous
 //
 // An element is 32 running sums and a tree: lane l of a warp takes k = l, l + 32, l + 64, ... with one fused
-// multiply-add each, then the xor tree 16, 8, 4, 2, 1.  Nothing depends on R, on N or on the other rows, so a row has
-// the same bits alone and in any batch, on both devices.  K = 70: lane 0 adds k = 0, 32, 64; lane 6 adds k = 6, 38.
+// multiply-add each, then the xor tree 16, 8, 4, 2, 1.  Nothing depends on R, on N or on other rows, so a row has the
+// same bits alone and in any batch, on both devices.  K = 70: lane 0 adds k = 0, 32, 64; lane 6 adds k = 6, 38.
 //
-// A warp takes one column n for kRows rows, so that a weight is read once for them: decode is bound by the weights.
+// A warp takes one column n for kLinearRows rows and reads each weight once for them: reading weights bounds decode.
 //
-//   kernel        grid                              block   called from
-//   linear_rows   (ceil(N / 4), ceil(R / 16), 1)    128     tools/llama.py, the model runner's products on a GPU
+//   kernel        grid                              block   shared bytes   called from
+//   linear_rows   (ceil(N / 4), ceil(R / 16), 1)    128     0              tools/llama/model.py: its products on a GPU
 
 #include "kernels/runtime.cuh"
 
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(128) linear_rows(const float* __res
         for (int r = 0; r < kLinearRows; ++r)
             if (r < row_count) sums[r] = fmaf(inputs[static_cast<int64_t>(r) * depth + k], weight, sums[r]);
     }
-    pk_warp_sum_n<kLinearRows>(sums);
+    pk_warp_sum(sums);
 #pragma unroll
     for (int r = 0; r < kLinearRows; ++r)
         if (r < row_count && lane == r) out[static_cast<int64_t>(first_row + r) * columns + column] = sums[r];

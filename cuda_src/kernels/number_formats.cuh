@@ -1,14 +1,15 @@
 // Conversions between FP32 and the formats of the cache: BF16, FP16, E4M3FN, E2M1, INT8.  (codecs 2-5)
 //
-// Integer arithmetic and explicit rounding only: no library function, no hardware conversion, so every compiler
-// and every device gives the same bits.  Two devices recur.  *Round to nearest even by a carry*: adding half of
-// the dropped bits, less one when the kept part is even, carries into the exponent by itself.  *Round by a large
-// addend*: x + 2^k loses everything below the last bit of 2^k, rounded to nearest even by the addition itself, and
-// leaves the count of steps in the low bits; it serves subnormal results.
+// Integer arithmetic and explicit rounding only: without library functions and hardware conversions every compiler and
+// every device gives the same bits.  Two methods occur often:
 //
-// Floats that come from arithmetic have no NaN payload worth keeping (each processor has its own default NaN), so
-// results become the one BF16 NaN 0x7FFF; `bf16_keep_nan` is for values that are only stored.
-// `codec.cuh`.
+//   round to nearest even by a carry   add half of the dropped bits, less one when the kept part is even: the carry
+//                                      enters the exponent by itself
+//   round by a large addend            x + 2^k rounds to nearest even at the last bit of 2^k and leaves the count of
+//                                      steps in the low bits (subnormal results)
+//
+// Each processor has its own default NaN, so every NaN that arithmetic gives becomes the one BF16 NaN 0x7FFF;
+// `bf16_keep_nan` is for values that are only stored.
 #pragma once
 
 #include "kernels/float8.cuh"
@@ -108,8 +109,7 @@ __device__ __forceinline__ Float8 bf16_decode8(const uint4& bits) {
 // Eight INT8 codes in memory order.  Byte b ^ 0x80 placed in 2^23's last byte is 2^23 + 128 + b exactly.
 __device__ __forceinline__ Float8 int8_decode8(const uint2& codes) {
     Float8 result;
-    PK_UNROLL
-    for (int i = 0; i < 8; ++i) {
+    PK_UNROLL for (int i = 0; i < 8; ++i) {
         const uint32_t word = (i < 4 ? codes.x : codes.y) ^ 0x80808080u;
         result[i] = __fsub_rn(__uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540u + (i & 3))), 8388736.0f);
     }
@@ -127,8 +127,7 @@ __device__ __forceinline__ Float8 e4m3_decode8(const uint2& codes) {
 // Twice the value of eight E2M1 codes, code i in bits [4i, 4i + 4).
 __device__ __forceinline__ Float8 e2m1_decode8_doubled(uint32_t codes) {
     Float8 result;
-    PK_UNROLL
-    for (int i = 0; i < 8; ++i) {
+    PK_UNROLL for (int i = 0; i < 8; ++i) {
         const uint32_t code = codes >> (4 * i);
         const float magnitude = __uint_as_float(0x4B000000u | ((kE2m1Doubled >> ((code & 7u) << 2)) & 15u));
         const uint32_t sign = (code & 8u) << 28;
@@ -139,7 +138,7 @@ __device__ __forceinline__ Float8 e2m1_decode8_doubled(uint32_t codes) {
 
 #else  // cpu
 
-// GCC splits a widening of eight elements in halves; the built-ins below are the one instruction that it is.
+// GCC would split a widening of eight elements in halves; these built-ins are one instruction.
 #if defined(__AVX2__) && !defined(__clang__)
 typedef short Short8 __attribute__((vector_size(16)));
 typedef char Char16 __attribute__((vector_size(16)));

@@ -1,12 +1,12 @@
 // page_moves: kernels that move or fill bytes and know no profile.  (C14.4)
 //
-//   kernel          grid                        block   called from
-//   fill_pages      (listed pages, heads, 1)    128     ops.zero_pages, ops.fill_pages, once per plane
-//   pack_pages      (listed pages, heads, 1)    128     ops.pack_pages, once per plane
-//   unpack_pages    (listed pages, heads, 1)    128     ops.unpack_pages, once per plane
-//   copy_columns    (heads, 1, 1)               128     ops.copy_columns, once per plane
-//   bf16_from_f32   (ceil(count / 256), 1, 1)   256     ops.bf16_from_f32
-//   f32_from_bf16   (ceil(count / 256), 1, 1)   256     ops.f32_from_bf16
+//   kernel          grid                        block   shared bytes   called from
+//   fill_pages      (listed pages, heads, 1)    128     0              ops.zero_pages, ops.fill_pages, once per plane
+//   pack_pages      (listed pages, heads, 1)    128     0              ops.pack_pages, once per plane
+//   unpack_pages    (listed pages, heads, 1)    128     0              ops.unpack_pages, once per plane
+//   copy_columns    (heads, 1, 1)               128     0              ops.copy_columns, once per plane
+//   bf16_from_f32   (ceil(count / 256), 1, 1)   256     0              ops.bf16_from_f32
+//   f32_from_bf16   (ceil(count / 256), 1, 1)   256     0              ops.f32_from_bf16
 //
 // One page of one head is 64 rows, contiguous in both page orders and a multiple of 64 bytes for every plane.  Its
 // first n rows need not fill 16-byte words: 33 rows of a 2-byte scale are 4 words and 2 bytes.
@@ -15,6 +15,17 @@
 
 #include "kernels/page_address.cuh"
 #include "kernels/number_formats.cuh"
+
+namespace pagedkv {
+
+// Copies `bytes`, a multiple of 16, by the threads of the block.
+__device__ __forceinline__ void copy_words(uint8_t* target, const uint8_t* source, int32_t bytes) {
+    for (int32_t at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) store16(target + at, load16(source + at));
+}
+
+}  // namespace pagedkv
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
 
 // Writes `word` over every byte of the listed pages of one plane.  page_ids: (gridDim.x,); block_bytes: bytes of one
 // (page, head).
@@ -26,7 +37,7 @@ extern "C" __global__ void fill_pages(uint8_t* plane, const int32_t* __restrict_
 }
 PK_EXPORT(fill_pages)
 
-// Gathers the listed pages of one plane: listed page i becomes page i of `packed`, which has strides of its own.
+// Gathers the listed pages of one plane: listed page i becomes page i of `packed`, which has its own strides.
 // page_ids: (gridDim.x,); block_bytes: bytes of one (page, head).  The two planes do not overlap.
 extern "C" __global__ void pack_pages(uint8_t* packed, const uint8_t* __restrict__ plane,
                                       const int32_t* __restrict__ page_ids, int64_t packed_head_bytes,
@@ -34,9 +45,7 @@ extern "C" __global__ void pack_pages(uint8_t* packed, const uint8_t* __restrict
                                       int32_t block_bytes) {
     uint8_t* target = packed + blockIdx.x * packed_page_bytes + blockIdx.y * packed_head_bytes;
     const uint8_t* source = plane + page_ids[blockIdx.x] * page_bytes + blockIdx.y * head_bytes;
-    for (int32_t at = threadIdx.x * 16; at < block_bytes; at += blockDim.x * 16) {
-        pagedkv::store16(target + at, pagedkv::load16(source + at));
-    }
+    pagedkv::copy_words(target, source, block_bytes);
 }
 PK_EXPORT(pack_pages)
 
@@ -47,9 +56,7 @@ extern "C" __global__ void unpack_pages(uint8_t* plane, const uint8_t* __restric
                                         int32_t block_bytes) {
     const uint8_t* source = packed + blockIdx.x * packed_page_bytes + blockIdx.y * packed_head_bytes;
     uint8_t* target = plane + page_ids[blockIdx.x] * page_bytes + blockIdx.y * head_bytes;
-    for (int32_t at = threadIdx.x * 16; at < block_bytes; at += blockDim.x * 16) {
-        pagedkv::store16(target + at, pagedkv::load16(source + at));
-    }
+    pagedkv::copy_words(target, source, block_bytes);
 }
 PK_EXPORT(unpack_pages)
 
@@ -61,9 +68,7 @@ extern "C" __global__ void copy_columns(uint8_t* plane, int32_t source, int32_t 
     const uint8_t* from = plane + source * page_bytes + blockIdx.x * head_bytes;
     uint8_t* target = plane + destination * page_bytes + blockIdx.x * head_bytes;
     const int32_t word_bytes = column_bytes & ~15;
-    for (int32_t at = threadIdx.x * 16; at < word_bytes; at += blockDim.x * 16) {
-        pagedkv::store16(target + at, pagedkv::load16(from + at));
-    }
+    pagedkv::copy_words(target, from, word_bytes);
     const int32_t rest = word_bytes + static_cast<int32_t>(threadIdx.x);
     if (rest < column_bytes) target[rest] = from[rest];
 }

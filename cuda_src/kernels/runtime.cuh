@@ -1,21 +1,20 @@
-// The one header that every kernel source includes first.
+// The header that every kernel source includes first, and the only one that reaches the cpu device's headers.
 //
-// A source is compiled twice: by NVRTC for a GPU, and by the system C++ compiler for the cpu device, where
-// every CUDA thread is a fiber (cpu_runtime.h).  This file gives both the same few words beyond CUDA C++:
+// A source is compiled twice: by NVRTC for a GPU, and by the system's C++ compiler for the cpu device, where every
+// CUDA thread is a fiber (cpu_device/language.h).  Beyond CUDA C++ both compilers know:
 //
-//   PK_EXPORT(kernel)               names a kernel that the host may launch (its signature; cpu: an entry point too)
-//   PK_SHARED(type, name, count)    `type* name`: block-shared, 16-byte aligned (cpu: guard page behind it)
-//   pk_warp_max / pk_warp_sum       all 32 lanes; the xor tree 16, 8, 4, 2, 1: v = op(v, shfl_xor(v, s))
-//   pk_warp_max_n / pk_warp_sum_n   the same tree for each of N values (cpu: one rendezvous for all N)
+//   PK_EXPORT(kernel)               publishes a kernel that the host may launch (export.cuh)
+//   PK_SHARED(type, name, count)    `type* name`: shared by the block, 16-byte aligned (cpu: guard page behind it)
+//   pk_warp_max / pk_warp_sum       replace each of a lane's N values by that of all 32 lanes (cpu: one rendezvous for
+//                                   all N); the xor tree 16, 8, 4, 2, 1: v = op(v, shfl_xor(v, s))
 //   pk_yield()                      the body of a spin loop
 //
-// The maximum drops a NaN when the other operand is a number, and +0 > -0, as max.f32 does; the sum is a
-// plain FP32 add.  All results of both trees are the same bits on both devices (NaN payloads excepted).
+// The maximum drops a NaN when the other operand is a number, and +0 > -0, as max.f32 does; the sum is a plain FP32
+// addition.  Both trees give the same bits on both devices (NaN payloads excepted).
 #pragma once
 
 #if defined(__CUDACC__)
 
-#if defined(__CUDACC_RTC__)
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
 typedef short int16_t;
@@ -25,20 +24,13 @@ typedef unsigned int uint32_t;
 typedef long long int64_t;
 typedef unsigned long long uint64_t;
 typedef unsigned long long uintptr_t;
-#else
-#include <stdint.h>
-#endif
-
-#include "kernels/signature.cuh"
-
-#define PK_EXPORT(kernel) extern "C" __device__ pk_signature<decltype(&kernel)> pk_signature_##kernel = {};
 
 #define PK_SHARED(type, name, count)                                     \
     __shared__ __align__(16) unsigned char name##_bytes[(count) * sizeof(type)]; \
     type* const name = reinterpret_cast<type*>(name##_bytes)
 
 template <int N>
-__device__ __forceinline__ void pk_warp_max_n(float (&values)[N]) {
+__device__ __forceinline__ void pk_warp_max(float (&values)[N]) {
 #pragma unroll
     for (int stride = 16; stride > 0; stride >>= 1) {
 #pragma unroll
@@ -47,7 +39,7 @@ __device__ __forceinline__ void pk_warp_max_n(float (&values)[N]) {
 }
 
 template <int N>
-__device__ __forceinline__ void pk_warp_sum_n(float (&values)[N]) {
+__device__ __forceinline__ void pk_warp_sum(float (&values)[N]) {
 #pragma unroll
     for (int stride = 16; stride > 0; stride >>= 1) {
 #pragma unroll
@@ -55,22 +47,13 @@ __device__ __forceinline__ void pk_warp_sum_n(float (&values)[N]) {
     }
 }
 
-__device__ __forceinline__ float pk_warp_max(float value) {
-    float values[1] = {value};
-    pk_warp_max_n<1>(values);
-    return values[0];
-}
-
-__device__ __forceinline__ float pk_warp_sum(float value) {
-    float values[1] = {value};
-    pk_warp_sum_n<1>(values);
-    return values[0];
-}
-
 __device__ __forceinline__ void pk_yield() { __nanosleep(32); }
 
 #else
 
-#include "cpu_device/runtime.h"
+#include "cpu_device/atomics.h"
+#include "cpu_device/warp.h"
 
 #endif
+
+#include "kernels/export.cuh"

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from pagedkv.devices.cpu.compiler import announce_on_stderr
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.cuda.device import CudaDevice
+from pagedkv.devices.cuda.driver import visible_gpu
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MissingRequirement, MisuseError
 
@@ -15,6 +17,8 @@ NAMES = ("auto", "cpu", "cuda")
 
 def open_device(name: str = "auto") -> Device:
     """Open a device: "cpu", "cuda", or "auto" for `cuda` where a GPU answers, else `cpu`.
+
+    Where "auto" leaves a GPU unused, for example because CuPy is not installed, it says so on stderr.
 
     Raises:
         MisuseError: another name.
@@ -28,6 +32,11 @@ def open_device(name: str = "auto") -> Device:
         try:
             return CudaDevice(reason="chosen because it answers")
         except MissingRequirement as missing:
+            if gpu := visible_gpu():
+                announce_on_stderr(
+                    f"pagedkv: this machine has a GPU, {gpu}, but the store runs on the cpu device: "
+                    f"{missing.got}; {missing.remedy}"
+                )
             return CpuDevice(reason=f"chosen because there is no cuda device: {missing.got}")
     raise MisuseError("device", expected=f"one of {NAMES}", got=repr(name), remedy="name one of them", clause="C12.4")
 

@@ -1,13 +1,13 @@
-"""What `Device.call` accepts, so that both devices replay the same thing.
+"""The functions that `Device.call` accepts, so that both devices replay the same work.
 
-A captured call runs again and again, and what it sees must be what was captured.  So the function is plain and
-module-level, its arguments are arrays (memory, read anew at each replay) and scalars (frozen), and whatever
-else it refers to cannot change: modules, functions, classes, numbers, strings, and tuples of those.  The rule
-holds for the functions it calls too, within the same project; C functions and third-party code end the search.
+A captured call runs at every replay, and must see then what it saw at the capture.  So the function is plain and
+module-level; its arguments are arrays (each replay reads their memory anew) and scalars (frozen); and the other values
+that it names cannot change: modules, functions, classes, numbers, strings, and tuples of those.  The rule also holds
+for the functions that it calls within the same project; the search ends at C functions and third-party code.
 
-Under capture the function is copied with a snapshot of the globals it names, so a later assignment to one of
-them changes nothing.  Library matrix products are found in the byte code and refused under capture unless
-the function is `cpu_only`, because cuBLAS refuses a capturing stream.
+A capture copies the function with a snapshot of the globals that it names, so a later assignment changes nothing.  The
+byte code shows library matrix products; under capture they are refused unless the function is `cpu_only`, because
+cuBLAS refuses a capturing stream.
 """
 
 from __future__ import annotations
@@ -37,65 +37,38 @@ _GLOBAL_READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _GLOBAL_WRITES = frozenset(("STORE_GLOBAL", "DELETE_GLOBAL"))
 _ATTRIBUTE_READS = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 _IMMUTABLE = (
-    type(None),
-    type(Ellipsis),
-    type(NotImplemented),
-    numbers.Number,
-    str,
-    bytes,
-    enum.Enum,
-    np.generic,
-    np.dtype,
-    types.ModuleType,
-    type,
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.GenericAlias,
-    np.ufunc,
+    type(None), type(Ellipsis), type(NotImplemented), numbers.Number, str, bytes, enum.Enum, np.generic, np.dtype,
+    types.ModuleType, type, types.BuiltinFunctionType, types.MethodDescriptorType, types.GenericAlias, np.ufunc,
 )
 _LIBRARY_FOLDERS = tuple(
     Path(folder).resolve()
     for key in ("stdlib", "platstdlib", "purelib", "platlib")
     if (folder := sysconfig.get_paths().get(key))
 )
-
-
 _checked: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
 
 
 def check_call(fn: Callable[..., Any]) -> None:
-    """Check that `fn` may be called by a stream; once per function, because the walk costs a millisecond.
-
-    Raises:
-        MisuseError: it is no plain module-level function, or it can see something that changes.
-    """
-    if isinstance(fn, types.FunctionType) and fn in _checked:
-        return
-    _checked.add(_Search(fn).run())
+    """Refuse a function that may change between replays; the walk costs a millisecond, so once per function."""
+    if not isinstance(fn, types.FunctionType) or fn not in _checked:
+        _checked.add(_Search(fn).run())
 
 
 def freeze_call(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Check `fn` for a capture and copy it with everything that it refers to.
-
-    Raises:
-        MisuseError: as `check_call`.
-        CaptureRefused: it uses a library matrix product and is not `cpu_only`.
-    """
+    """Check `fn` for a capture too, and copy it with every function that it names."""
     search = _Search(fn)
     plain = search.run()
     if search.product and not getattr(fn, CPU_ONLY_ATTRIBUTE, False):
         raise CaptureRefused(
             f"call of {_name(fn)}",
             expected="no library matrix product under capture, because cuBLAS refuses a capturing stream",
-            got=search.product,
-            remedy="use a kernel, or mark the function with cpu_only",
-            clause="C15.1",
+            got=search.product, remedy="use a kernel, or mark the function with cpu_only", clause="C15.1",
         )
     return _freeze(plain, {})
 
 
 class _Search:
-    """One walk over a function and what it refers to."""
+    """One walk over a function and the functions that it names."""
 
     def __init__(self, root: Callable[..., Any]) -> None:
         self._root = root
@@ -123,7 +96,7 @@ class _Search:
             self._visit_code(fn, code)
 
     def _visit_code(self, fn: types.FunctionType, code: types.CodeType) -> None:
-        value: object = None  # what the last instruction left, when it is a module that was read by name
+        value: object = None  # a global, or an attribute of a module, that the last instruction read
         for instruction in dis.get_instructions(code):
             name = str(instruction.argval) if isinstance(instruction.argval, str) else ""
             if instruction.opname in _GLOBAL_WRITES:
@@ -174,11 +147,8 @@ class _Search:
 
     def _refusal(self, expected: str, got: str) -> MisuseError:
         return MisuseError(
-            f"call of {_name(self._root)}",
-            expected=expected,
-            got=got,
+            f"call of {_name(self._root)}", expected=expected, got=got, clause="C15.1",
             remedy="pass what changes as an array argument, and constants as scalars",
-            clause="C15.1",
         )
 
 

@@ -1,13 +1,15 @@
-"""The device protocol: what the library asks of a device, whatever executes it.
+"""The device protocol: what the library asks of a device.
 
-Two devices implement it: `cpu` (CUDA sources on fibers, no GPU, no driver) and `cuda` (CuPy).  A ledger
-decides on the host; what it decided is submitted here, always on an explicit stream.  The protocol knows
-no page, no row and no sequence.  Clauses: C12 (order of work), C14.4 (one stream, nothing allocated),
-C15.1 (stable addresses under graphs).
+Two devices implement it: `cpu` (CUDA sources on fibers, no GPU, no driver) and `cuda` (CuPy).  A ledger decides on the
+host; the library submits the work to a device, always on an explicit stream.  The protocol knows no page, row or
+sequence.  Clauses: C12 (order of work), C14.4 (one stream, nothing allocated), C15.1 (stable addresses under graphs).
 
     device.load(spec) -> module -> kernel.launch(grid, block, arguments, stream)
-    device.copy / device.call / event.record and wait: the other things a stream carries
+    device.copy, device.call, stream.record, stream.wait: the other work of a stream
     begin_capture ... end_capture -> graph.launch(stream)
+
+Every method refuses a closed device, a device of the parent process after a fork, and a stream, event or array of
+another device: MisuseError.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 # numpy.ndarray on `cpu` (memory owned by the device), cupy.ndarray on `cuda`.  BF16 arrays are uint16 bits.
@@ -37,8 +38,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def cpu_only(function: _Function) -> _Function:
     """Mark a function for `call` that uses library matrix products, which CUDA cannot capture.
 
-    cuBLAS refuses to run on a capturing stream, so `matmul`, `dot`, `einsum` and `@` are refused under capture on
-    every device.  A function with this mark is allowed on `cpu`, and only there.
+    cuBLAS refuses to run on a capturing stream, so every device refuses `matmul`, `dot`, `einsum` and `@` under
+    capture.  The cpu device allows them in a function with this mark; the cuda device refuses the function.
     """
     setattr(function, CPU_ONLY_ATTRIBUTE, True)
     return function
@@ -46,15 +47,15 @@ def cpu_only(function: _Function) -> _Function:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """What to compile: files of `cuda_src`, or the text of an embedder, as one translation unit.
+    """One translation unit to compile: files of `cuda_src`, or the text of an embedder.
 
     Attributes:
         name: for messages and file names; letters, digits, `_` and `-`.
         sources: file names in `cuda_src`, in order.
         defines: preprocessor definitions, in order.
-        text: CUDA C++ text compiled after `runtime.cuh`; a `__shared__` array is allowed in it.
-        kernels: names to export from `text` (`extern "C" __global__ void name(...)`).  Sources export theirs
-            with `PK_EXPORT(name)`.
+        text: CUDA C++ text compiled after `runtime.cuh`; it may declare `__shared__` arrays.
+        kernels: names to export from `text` (`extern "C" __global__ void name(...)`).  Sources export their
+            kernels with `PK_EXPORT(name)`.
     """
 
     name: str
@@ -66,30 +67,34 @@ class ModuleSpec:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """One node of a captured graph, as it was recorded.
+    """One recorded node of a captured graph.
 
     Attributes:
         kind: "kernel", "copy" or "call".
         name: the kernel's or function's name; "copy" for a copy.
-        grid: blocks; (0, 0, 0) unless a kernel.
-        block: threads; (0, 0, 0) unless a kernel.
-        argument_bytes: frozen arguments: 8 bytes per kernel argument; address, address and byte count of a copy;
+        grid: blocks of a kernel.
+        block: threads of a kernel.
+        argument_bytes: frozen arguments: 8 bytes per kernel argument; destination, source and byte count of a copy;
             empty for a call.
-        dependencies: indices of the nodes that must have run.
+        dependencies: indices of the nodes that must run before it.
         reads: (address, bytes) of the pinned slices that a launch declared.
     """
 
     kind: str
     name: str
-    grid: Extent
-    block: Extent
-    argument_bytes: bytes
     dependencies: tuple[int, ...]
+    grid: Extent = (0, 0, 0)
+    block: Extent = (0, 0, 0)
+    argument_bytes: bytes = b""
     reads: tuple[tuple[int, int], ...] = ()
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """A point in the work of a stream.
+
+    During a capture both methods raise CaptureRefused; so does an event of a capture.  They raise DeviceFault when
+    work before the point failed.
+    """
 
     def synchronize(self) -> None:
         """Wait on the host until the recorded point has passed."""
@@ -110,17 +115,26 @@ class Stream(Protocol):
         """Are submissions recorded instead of run?"""
 
     def synchronize(self) -> None:
-        """Wait on the host until everything submitted has run."""
+        """Wait on the host until everything submitted has run.
+
+        Raises:
+            CaptureRefused: a capture is on.
+            DeviceFault: submitted work failed.
+        """
 
     def record(self, event: Event) -> None:
-        """Let `event` stand for everything submitted to this stream so far."""
+        """Move `event` to the end of the work that this stream has now."""
 
     def wait(self, event: Event) -> None:
-        """Let later submissions run only after what `event` stands for."""
+        """Run later submissions only after `event`; an event of a capture joins this stream to the capture.
+
+        Raises:
+            CaptureRefused: the event lies outside of this stream's capture, or in a capture that has ended.
+        """
 
 
 class Kernel(Protocol):
-    """One compiled kernel."""
+    """One compiled kernel of a module."""
 
     @property
     def name(self) -> str:
@@ -141,9 +155,13 @@ class Kernel(Protocol):
             grid: blocks in x, y, z; each at least 1.
             block: threads in x, y, z; product at most 1024.
             arguments: per parameter a device or pinned array (C-contiguous), None (null), or a NumPy scalar of
-                exactly the parameter's type.  Python numbers have no type and are refused.
-            stream: where the launch goes.
+                exactly the parameter's type.  A Python number has no type and is refused.
+            stream: the launch runs there.
             reads: pinned slices that the kernel reads, for checks of their re-use.
+
+        Raises:
+            MisuseError: extents, argument count, kind or size, or an array that is not contiguous.  Nothing runs.
+            DeviceFault: the kernel failed, or earlier work did; a deferred device raises it where work is forced.
         """
 
 
@@ -152,10 +170,10 @@ class Module(Protocol):
 
     @property
     def spec(self) -> ModuleSpec:
-        """What was compiled."""
+        """The compiled translation unit."""
 
     def kernel(self, name: str) -> Kernel:
-        """Give the kernel exported under `name`."""
+        """Give the kernel exported under `name`; MisuseError when there is none."""
 
 
 class Graph(Protocol):
@@ -166,7 +184,12 @@ class Graph(Protocol):
         """The recorded nodes, in submission order."""
 
     def launch(self, stream: Stream) -> None:
-        """Submit all nodes; one driver call."""
+        """Submit all nodes; one driver call.
+
+        Raises:
+            CaptureRefused: the stream is capturing.
+            DeviceFault: a kernel failed, and the later nodes did not run; or earlier work failed.
+        """
 
     def upload(self, stream: Stream) -> None:
         """Move the graph to the device ahead of its first launch."""
@@ -187,18 +210,26 @@ class Device(Protocol):
     def driver_calls(self) -> int:
         """Launches, copies, calls, records, waits, queries, synchronizations and graph launches so far."""
 
-    def empty(
-        self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None
-    ) -> Array:
-        """Allocate device memory; its content is poison on `cpu`.  `name` is for messages."""
+    def empty(self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None) -> Array:
+        """Allocate device memory; its content is 0xFF on `cpu`, anything on `cuda`.
 
-    def zeros(
-        self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None
-    ) -> Array:
-        """Allocate device memory of zero bytes; `name` is for messages."""
+        Args:
+            shape: as in NumPy.
+            dtype: as in NumPy; no objects.
+            align_bytes: a power of two, 1 to 4096.
+            name: for messages.
+
+        Raises:
+            MisuseError: alignment, dtype or shape.
+            CapacityError: there is not so much memory.
+            CaptureRefused: a capture is on.
+        """
+
+    def zeros(self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None) -> Array:
+        """Allocate device memory of zero bytes, as `empty`; the cuda device waits for the GPU."""
 
     def pinned(self, shape: Shape, dtype: npt.DTypeLike, *, name: str | None = None) -> npt.NDArray[Any]:
-        """Allocate host memory that kernels and asynchronous copies may use; its address never changes."""
+        """Allocate host memory at a fixed address, as `empty`; kernels and asynchronous copies may use it."""
 
     def stream(self) -> Stream:
         """Make a stream."""
@@ -207,26 +238,61 @@ class Device(Protocol):
         """Make an event."""
 
     def load(self, spec: ModuleSpec) -> Module:
-        """Compile, or take from the cache, and load."""
+        """Compile a module, or take it from the cache, and load it.
+
+        Raises:
+            MisuseError: the compiler refuses the source.
+            MissingRequirement: the cache folder cannot be made.
+            CaptureRefused: a capture is on.
+        """
 
     def copy(self, destination: Array, source: Array, stream: Stream) -> None:
-        """Submit a copy of equal dtype and byte count between C-contiguous arrays, either side host or device."""
+        """Submit a copy of equal dtype and byte count between C-contiguous arrays, either side host or device.
+
+        The device has read a pageable source before the method returns.  The cuda device also writes a pageable
+        destination before that, because CUDA waits for it.
+
+        Raises:
+            MisuseError: size, dtype or contiguity differ, or neither side is memory of this device.
+            CaptureRefused: a side is pageable host memory and the stream is capturing.
+        """
 
     def readable(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Give a host array to read that an operation writes; the caller has waited for that operation.
+        """Give a host array that an operation writes, for reading; the caller has waited for that operation.
 
-        No driver call, and on a GPU no check either; the cpu device in deferred mode refuses a read that comes
-        before the wait.
+        No driver call.  Only the cpu device in deferred mode checks: it raises StreamHazard for a read before the wait.
         """
 
     def call(self, stream: Stream, fn: Callable[..., Any], *arguments: Any) -> None:
-        """Submit array work written in Python; what it may be: `calls.py`."""
+        """Submit array work written in Python; `calls.py` says which functions are legal.
+
+        The cuda device runs the function at once, also under capture, and records what it launches.
+
+        Args:
+            stream: the function runs there.
+            fn: a plain module-level function.
+            arguments: arrays of this device and pinned arrays, passed as views, and scalars, frozen.
+
+        Raises:
+            MisuseError: the function or an argument can change between replays, or the function is for the cpu only.
+            CaptureRefused: a library matrix product under capture in a function that is not `cpu_only`; on `cuda`
+                also an allocation for which no warm-up made room, or a value read back.
+        """
 
     def begin_capture(self, stream: Stream) -> None:
-        """Record submissions to `stream`, and to streams that join it, from here on."""
+        """Record the later submissions to `stream`, and to streams that join it.
+
+        Raises:
+            CaptureRefused: a capture is on.
+        """
 
     def end_capture(self, stream: Stream) -> Graph:
-        """Stop recording and give the graph."""
+        """Stop recording and give the graph.
+
+        Raises:
+            CaptureRefused: the capture did not begin on this stream (it stays open); or another stream took part and
+                was not joined back, or something broke the capture (the capture is dropped, as in CUDA).
+        """
 
     def abort_capture(self, stream: Stream) -> None:
         """Stop recording and drop what was recorded."""
@@ -238,12 +304,11 @@ class Device(Protocol):
         """Give free and total memory, in bytes, as the runtime reports them."""
 
     def empty_caches(self) -> int:
-        """Give memory that this process's allocators keep for later back, and say how many bytes they held."""
+        """Return the memory that this process's allocators keep for later, and say how many bytes that was."""
 
     def close(self) -> None:
-        """Release threads and workspaces; later use is refused, arrays stay readable."""
+        """Release threads and workspaces; arrays stay readable, and closing twice is legal.
 
-
-def scalar_bytes(value: np.generic) -> int:
-    """Give the size of a NumPy scalar argument, in bytes."""
-    return int(value.dtype.itemsize)
+        Raises:
+            DeviceFault: the cpu device found writes around a buffer; it is closed nevertheless.
+        """

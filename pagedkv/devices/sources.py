@@ -1,7 +1,4 @@
-"""CUDA sources of this package, put together into one translation unit per module.
-
-Both devices compile the same text: files of `cuda_src`, or an embedder's text, after `runtime.cuh`.
-"""
+"""The text of a module: files of `cuda_src`, or an embedder's text, after `runtime.cuh`; the same for both devices."""
 
 from __future__ import annotations
 
@@ -19,19 +16,14 @@ _EXPORT = re.compile(r"\bPK_EXPORT\s*\(\s*(\w+)\s*\)")
 _STATIC_SHARED = re.compile(r"\b__shared__\b")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_DEFINES_SHARED = frozenset(("kernels/runtime.cuh", "cpu_device/runtime.h"))
+_DEFINES_SHARED = frozenset(("kernels/runtime.cuh", "cpu_device/language.h"))
 
 
 def module_text(spec: ModuleSpec) -> str:
-    """Put together the translation unit of a module.
-
-    Raises:
-        MisuseError: the spec names no source, a file that is not there, or has a name that is no file name.
-    """
+    """Put together the translation unit of a module, and refuse a spec that names no source or an unknown one."""
     if not _NAME.fullmatch(spec.name) or (spec.text is None and not spec.sources):
-        raise _refusal(
-            spec, "a name of letters, digits, _ and -, and sources or text", f"{spec.sources}, text {spec.text}"
-        )
+        expected = "a name of letters, digits, _ and -, and sources or text"
+        raise _refusal(spec, expected, f"{spec.sources}, text {spec.text}")
     for source in spec.sources:
         if not (SOURCE_FOLDER / source).is_file():
             raise _refusal(spec, "file names in cuda_src", source)

@@ -1,21 +1,21 @@
-"""Events: what happened to page groups, told to observers in order.  (C6.5, C9.6, C13.3)
+"""Events: what happens to page groups, delivered to observers in order.  (C6.5, C9.6, C13.3)
 
     kind          which page groups                                              row
     materialize   became members (of a checkpoint's copied tail too)             the row, None for a checkpoint
-    publish       stand in the device table: new slices, or the whole            the row
-                  membership of an activation
-    trim          went back to the reservation of the same space                 the row
+    publish       are entries of the device table now: new slices, or the        the row
+                  whole membership of an activation
+    trim          returned to the reservation of the same space                  the row
     release       returned to available with their last reference                the row, None for a continuation
     demote        left the Device for the Host      \\  nobody emits these yet:
     restore       came back from the Host           /  no page has a Host replica
 
-A release that names a row is also the end of that row's membership: it may list no page group, where all of them stay
-with other spaces or with the continuation that was retained.  So a picture kept from events alone (materialize and
-publish set blocks, trim removes them, a release of a row empties it) is at every moment what the rows map.  Pages that
-are bound and unmapped are in no event.
+A release that names a row is also the end of that row's membership.  It may list no page group, where all of them stay
+with other spaces or with the retained continuation.  So a picture that is kept from events alone (materialize and
+publish set blocks, trim removes them, a release of a row empties it) is at every moment what the rows map.  No event
+lists pages that are bound and unmapped.
 
-Ledgers record where they change something, so what is refused or aborted is in no event.  The store delivers at the end
-of the operation.  Counters always count; events are made only while somebody observes.
+Ledgers record an event where they change something, so no event tells of a refused or aborted operation.  The store
+delivers at the end of the operation.  Counters always count; events are made only while somebody observes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from pagedkv.errors import MisuseError
-from pagedkv.ledger.block_tables import TableSlices
-from pagedkv.ledger.caught import Caught
+from pagedkv.errors import Caught, MisuseError
 from pagedkv.ledger.free_runs import Ids
+
+if TYPE_CHECKING:
+    from pagedkv.ledger.active_spaces import TableSlices
 
 _LOG = logging.getLogger("pagedkv")
 
@@ -60,22 +61,22 @@ PageObserver = Callable[[PageEvent], object]
 
 
 class PageEvents:
-    """Tells the observers of one store what its pools record.
+    """Delivers to the observers of one store what its pools record.
 
     Attributes:
-        is_heard: whether anybody observes; no event is made otherwise.
-        pending: recorded and not yet delivered, in the order in which things happened.
+        is_observed: whether anybody observes; no event is made otherwise.
+        pending: recorded and not yet delivered, in order.
     """
 
     def __init__(self) -> None:
-        self.is_heard = False
+        self.is_observed = False
         self.pending: list[PageEvent] = []
         self._observers: dict[int, PageObserver] = {}
         self._token_next = 1
         self._is_delivering = False
 
     def observe(self, observer: PageObserver) -> Callable[[], None]:
-        """Call `observer` with every later event; returns what ends that, and may be called again in vain.
+        """Call `observer` with every later event; returns a function that ends this, and may be called twice.
 
         Raises:
             MisuseError: the observer cannot be called.
@@ -86,35 +87,35 @@ class PageEvents:
         token = self._token_next
         self._token_next += 1
         self._observers[token] = observer
-        self.is_heard = True
+        self.is_observed = True
 
         def unsubscribe() -> None:
             self._observers.pop(token, None)
-            self.is_heard = bool(self._observers)
+            self.is_observed = bool(self._observers)
 
         return unsubscribe
 
     def deliver(self) -> None:
-        """Tell every observer of every event that is pending, in the order in which things happened.
+        """Call every observer with every pending event, in order.
 
-        An observer that raises is logged and the others are told nevertheless.  An observer may use the store: what
-        that causes is told after what is pending, by this same call.
+        An error of an observer is logged, and the next observer is called.  An observer may use the store: this same
+        call delivers what that causes, after the events that are pending now.
         """
         if not self.pending or self._is_delivering:
             return
         self._is_delivering = True
-        told = 0
+        delivered = 0
         try:
             for event in self.pending:  # grows while it is read, when an observer uses the store
-                told += 1
+                delivered += 1
                 for observer in tuple(self._observers.values()):
                     with Caught() as caught:
                         observer(event)
                     if caught.error is not None:
-                        _LOG.error("observer %r failed at %s; the operation stands", observer, event,
+                        _LOG.error("observer %r failed at %s; the operation is valid", observer, event,
                                    exc_info=caught.error)
         finally:
-            del self.pending[:told]
+            del self.pending[:delivered]
             self._is_delivering = False
 
 
@@ -133,19 +134,15 @@ class PoolEvents:
     def record(self, kind: EventKind, row: int | None, first_block: int, page_ids: Ids) -> None:
         """Record page groups at consecutive blocks of one space."""
         self.pages[kind] += page_ids.size
-        if self._events.is_heard:
+        if self._events.is_observed:
             self._events.pending.append(PageEvent(kind, self._pool, row, first_block, tuple(page_ids.tolist())))
 
-    def record_slices(self, kind: EventKind, slices: TableSlices, mirror: Ids) -> None:
-        """Record the page groups of table slices, one event a row.
-
-        Args:
-            mirror: (C, L) int32, the host mirror in which they stand.
-        """
+    def record_slices(self, kind: EventKind, slices: TableSlices, table: Ids) -> None:
+        """Record the page groups of slices of a host mirror, (C, L) int32, one event a row."""
         self.pages[kind] += int(slices.block_counts.sum())
-        if self._events.is_heard:
+        if self._events.is_observed:
             for row, first, count in zip(
                 slices.rows.tolist(), slices.first_blocks.tolist(), slices.block_counts.tolist(), strict=True
             ):
-                page_ids = tuple(mirror[row, first : first + count].tolist())
+                page_ids = tuple(table[row, first : first + count].tolist())
                 self._events.pending.append(PageEvent(kind, self._pool, row, first, page_ids))

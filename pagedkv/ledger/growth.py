@@ -1,23 +1,23 @@
 """LeaseGrowth: entitlements that begin with a bounded window and grow at round boundaries.  (C9.2, C16.10, C16.17)
 
-Why: a budget of 20,000 output tokens that is reserved whole keeps pages from everybody while most of it
-may never be written.  With `kv_lease_growth` an activation takes what it can use soon, and a cushion:
+Why: a budget of 20,000 output tokens that is reserved whole keeps pages from everybody while most of it may never be
+written.  With `kv_lease_growth` an activation takes what it can use soon, and a cushion:
 
-    tokens   0 ---- source + prompt ---- window ---------------- limit ----------------- full
+    tokens   0 ---- source + prompt ---- window ---------- entitled_end ----------------- full
              [ comes from admission     )[ min(output, window)  )[ cushion              )[ not reserved )
                                                         grow_at ^
-    full     prompt, whole output and the backend's lead, at most L: what the limit grows to, never beyond
-    cushion  pages(W_max + forced_span_tokens) + 1, part of the reservation: the next launch and one forced
-             span fit behind `grow_at`, so a row that was not extended never needs a page inside a round
-    grow_at  limit - cushion, or NEVER where the limit is full: a frontier beyond it makes the row *thin*
+    full     prompt, whole output and the backend's lead, at most L: entitled_end grows to it, never beyond
+    cushion  pages(W_max + forced_span_tokens) + 1, part of the reservation: the next launch and one forced span fit
+             behind `grow_at`, so a row that was not extended never needs a page inside a round
+    grow_at  entitled_end - cushion, or NO_GROWTH where that is full: a frontier beyond it makes the row *thin*
 
-At a round boundary every thin row takes the first rung of the ladder (window, 128, 64 tokens) that fits in
-every pool.  A row that gets none is *short*: it runs on its cushion until its next launch is not covered, and then
-its driver ends it with reason "length" (bounded completion).  Nothing shrinks before the sequence ends.
+At a round boundary every thin row takes the first rung of the ladder (window, 128, 64 tokens) that fits in every pool.
+A row that gets none is *short*: it runs on its cushion until its next launch is not covered, and then its driver ends
+it with reason "length" (bounded completion).  Nothing shrinks before the sequence ends.
 
-Several pools of one row grow together or not at all, each from its own capacity; a pool that is full already asks for
-nothing.  This module evicts nothing: who wants pages of retained continuations for a short row releases them and
-begins the round again (C1.2).
+Several pools of one row grow together or not at all, each from its own capacity; a full pool asks for nothing.  This
+module evicts nothing: a caller that wants pages of continuations for a short row releases them and begins the round
+again (C1.2).
 """
 
 from __future__ import annotations
@@ -27,85 +27,80 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.ledger.active_spaces import HOLD, AddressSpaces
+from pagedkv.ledger.active_spaces import KEEP_ALL, ActiveSpaces
 from pagedkv.ledger.pool import try_reserve_bundle
 from pagedkv.values.config import StoreConfig
 from pagedkv.values.quantities import PAGE_TOKENS, pages_for_tokens
 
-NEVER = HOLD
-"""`grow_at` of a row that is idle or whose limit is full: beyond every frontier."""
+NO_GROWTH = KEEP_ALL
+"""`grow_at` of a row that is idle or whose entitlement is full: beyond every frontier."""
 
 LADDER_TOKENS = (128, 64)
-"""What is tried after the whole window, in this order (C9.2)."""
+"""Extensions that are tried after the whole window, in this order (C9.2)."""
 
 
 class LeaseGrowth:
     """Which rows of a store grow, how far, and which could not; written by the methods below alone.
 
     Attributes:
-        is_on: `kv_lease_growth`; where it is False nothing below is ever written.
+        is_on: `kv_lease_growth`; where it is False, nothing below is ever written.
         cushion_pages: pages(W_max + forced_span_tokens) + 1, of every row in every pool.
         full_pages: per pool (C,) int32, what the entitlement of a row may reach; 0 in idle rows.
         grow_at: per pool (C,) int32 tokens; a row whose frontier is beyond it is thin.
         round_frontier: per pool (C,) int32, the frontier of a row when its last round began, or at its activation.
-        short: (C,) bool, rows that were thin still when their last round had begun.
+        short: (C,) bool, rows that were still thin after their last round began.
     """
 
-    def __init__(self, config: StoreConfig, spaces: Mapping[str, AddressSpaces]) -> None:
+    def __init__(self, config: StoreConfig, active: Mapping[str, ActiveSpaces]) -> None:
         rows = config.max_concurrency
         self.is_on = config.kv_lease_growth
-        self.spaces = dict(spaces)
+        self.active = dict(active)
         self.window_tokens = config.lease_window_tokens
         self.cushion_pages = pages_for_tokens(config.decode_columns + config.forced_span_tokens) + 1
         rungs = {pages_for_tokens(min(tokens, self.window_tokens)) for tokens in (self.window_tokens, *LADDER_TOKENS)}
         self.ladder_pages = tuple(sorted(rungs, reverse=True))
-        self.full_pages = {name: np.zeros(rows, np.int32) for name in spaces}
-        self.grow_at = {name: np.full(rows, NEVER, np.int32) for name in spaces}
-        self.round_frontier = {name: np.zeros(rows, np.int32) for name in spaces}
+        self.full_pages = {name: np.zeros(rows, np.int32) for name in active}
+        self.grow_at = {name: np.full(rows, NO_GROWTH, np.int32) for name in active}
+        self.round_frontier = {name: np.zeros(rows, np.int32) for name in active}
         self.short = np.zeros(rows, np.bool_)
         self._has_short = False
         self._crossing = np.zeros(rows, np.bool_)
         self._none_crossing = self._crossing.tobytes()
 
     def first_pages(self, full_pages: int, *, filled_tokens: int) -> int:
-        """Return the entitlement of an activation: all of it, or with growth the window and the cushion.  (C9.2)
+        """Return the entitlement of an activation where growth is on: the window and the cushion.  (C9.2)
 
         Args:
-            full_pages: what prompt, output and lead take together, at most L.
-            filled_tokens: what comes from a source, and the prompt.
+            full_pages: pages of prompt, output and lead together, at most L.
+            filled_tokens: tokens that come from a source, and the prompt.
         """
-        if not self.is_on:
-            return full_pages
         # Output below the window needs no case of its own: `full_pages` is the smaller one then, lead and all.
         return min(full_pages, pages_for_tokens(filled_tokens + self.window_tokens) + self.cushion_pages)
 
     def open(self, row: int, full_pages: Mapping[str, int]) -> None:
-        """Note how far an activated row may grow in each pool; its entitlement is set already.  (C9.2)"""
-        if not self.is_on:
-            return
+        """Note how far an activated row may grow in each pool, where growth is on; its entitlement is set.  (C9.2)"""
         for name, pages in full_pages.items():
             self.full_pages[name][row] = pages
-            self.round_frontier[name][row] = self.spaces[name].frontier[row]
+            self.round_frontier[name][row] = self.active[name].committed_end[row]
             self._set_grow_at(name, row)
 
     def close(self, row: int) -> None:
         """Forget a row whose sequence ends.  (C9.8)"""
         if not self.is_on:
             return
-        for name in self.spaces:
+        for name in self.active:
             self.full_pages[name][row] = self.round_frontier[name][row] = 0
-            self.grow_at[name][row] = NEVER
+            self.grow_at[name][row] = NO_GROWTH
         self.short[row] = False
 
     def begin_round(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """Extend the thin rows among `rows`, and return the indices into it of those that could not be.  (C9.2)
 
-        One comparison a pool where nobody is thin; Python work for thin rows only.  Never raises for scarcity.
+        One comparison a pool where nobody is thin; Python work for thin rows only.  Never raises for scarcity.  The
+        caller asks only where growth is on.
         """
-        if not self.is_on:
-            return []
-        for name, spaces in self.spaces.items():
-            self.round_frontier[name][rows] = spaces.frontier[rows]
+        for name, spaces in self.active.items():
+            self.round_frontier[name][rows] = spaces.committed_end[rows]
         thin = self._thin()
         if thin is None and not self._has_short:
             return []
@@ -123,8 +118,8 @@ class LeaseGrowth:
     def _thin(self) -> npt.NDArray[np.bool_] | None:
         """Return (C,) bool, rows that are thin in some pool; None when there is none."""
         thin: npt.NDArray[np.bool_] | None = None
-        for name, spaces in self.spaces.items():
-            np.less(self.grow_at[name], spaces.frontier, out=self._crossing)
+        for name, spaces in self.active.items():
+            np.less(self.grow_at[name], spaces.committed_end, out=self._crossing)
             if self._crossing.tobytes() != self._none_crossing:
                 thin = self._crossing.copy() if thin is None else thin | self._crossing
         return thin
@@ -134,17 +129,17 @@ class LeaseGrowth:
         for rung in self.ladder_pages:
             missing = {
                 name: min(rung, int(self.full_pages[name][row]) - spaces.entitlement_pages(row))
-                for name, spaces in self.spaces.items()
+                for name, spaces in self.active.items()
             }
-            wanted = {name: pages for name, pages in missing.items() if pages}
-            if try_reserve_bundle([(self.spaces[name].pool, pages) for name, pages in wanted.items()]) is None:
-                for name, pages in wanted.items():
-                    self.spaces[name].extend(row, pages=pages)
+            requests = {name: pages for name, pages in missing.items() if pages}
+            if try_reserve_bundle([(self.active[name].pool, pages) for name, pages in requests.items()]) is None:
+                for name, pages in requests.items():
+                    self.active[name].extend(row, pages=pages)
                     self._set_grow_at(name, row)
                 return True
         return False
 
     def _set_grow_at(self, name: str, row: int) -> None:
-        held = self.spaces[name].entitlement_pages(row)
+        held = self.active[name].entitlement_pages(row)
         is_full = held >= self.full_pages[name][row]
-        self.grow_at[name][row] = NEVER if is_full else (held - self.cushion_pages) * PAGE_TOKENS
+        self.grow_at[name][row] = NO_GROWTH if is_full else (held - self.cushion_pages) * PAGE_TOKENS

@@ -20,9 +20,9 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.ledger.active_spaces import AddressSpaces
-from pagedkv.ledger.kept_spaces import RetainedSpaces
-from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.active_spaces import ActiveSpaces
+from pagedkv.ledger.kept_spaces import KeptSpaces
+from pagedkv.ledger.ledger import Ledger
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -33,15 +33,14 @@ class PoolInspection(NamedTuple):
 
     Attributes:
         capacity, allocated, reserved, available, bound: pages (C6.2, C6.5).
-        frontier, shared_end, mapped_end, bound_end, limit: (C,) int32, tokens of each row's space.
+        shared_end, committed_end, mapped_end, bound_end, entitled_end: (C,) int32, tokens of each row's space.
         table: (C, L) int32, the host mirror: page group ids, -1 beyond what is bound.
         members: (C, L) int32, descriptors, -1 beyond what is bound.
         lease_serials: (capacity,) int64, 0 for a free page group.
-        pins: (capacity,) int32, copies that use a page group.
         free_runs: (n, 2) int64, maximal runs [start, end) of free page groups.
-        serial, content: (capacity,) int64, generation and content epoch of a descriptor, 0 when it is free.
-        committed, protected: (capacity,) int32, columns; a writer's frontier is accounted for.
-        references, active, writer, device, block, page_pins: (capacity,) int32, as `logical_pages.py` says.
+        serial, content: (descriptors,) int64, generation and content epoch of a descriptor, 0 when it is free.
+        committed, protected: (descriptors,) int32, columns; a writer's frontier is accounted for.
+        references, active, writer, device, host, block, pins: (descriptors,) int32, as `pages.py` says.
     """
 
     capacity: int
@@ -49,15 +48,14 @@ class PoolInspection(NamedTuple):
     reserved: int
     available: int
     bound: int
-    frontier: Int32s
     shared_end: Int32s
+    committed_end: Int32s
     mapped_end: Int32s
     bound_end: Int32s
-    limit: Int32s
+    entitled_end: Int32s
     table: Int32s
     members: Int32s
     lease_serials: Int64s
-    pins: Int32s
     free_runs: Int64s
     serial: Int64s
     content: Int64s
@@ -67,8 +65,9 @@ class PoolInspection(NamedTuple):
     active: Int32s
     writer: Int32s
     device: Int32s
+    host: Int32s
     block: Int32s
-    page_pins: Int32s
+    pins: Int32s
 
 
 class SpaceInspection(NamedTuple):
@@ -88,7 +87,7 @@ class ContinuationInspection(NamedTuple):
 
 FIRST_ARRAY: Final = 5
 """Index of the first field of a pool that is an array: those before it are numbers, those behind it arrays."""
-assert PoolInspection._fields[FIRST_ARRAY] == "frontier", PoolInspection._fields
+assert PoolInspection._fields[FIRST_ARRAY] == "shared_end", PoolInspection._fields
 
 PARTS = (PoolInspection, SpaceInspection, ContinuationInspection)
 
@@ -119,44 +118,44 @@ class StoreInspection:
         return [] if _plain(before) == _plain(self) else _differences("", vars(before), vars(self))
 
 
-def inspect_ledgers(ledgers: StoreLedgers) -> StoreInspection:
+def inspect_ledger(ledger: Ledger) -> StoreInspection:
     """Copy what the ledgers show."""
-    guard, sequences = ledgers.guard, ledgers.sequences
-    in_flight = guard.rows_in_flight
+    units, sequences = ledger.units, ledger.sequences
+    in_flight = units.rows_in_flight
     return StoreInspection(
-        pools={name: _inspect_pool(spaces) for name, spaces in ledgers.spaces.items()},
+        pools={name: _inspect_pool(spaces) for name, spaces in ledger.active.items()},
         active_rows=tuple(sequences.active_rows()),
         rows_in_flight=tuple(row for row in range(in_flight.bit_length()) if in_flight >> row & 1),
-        units_in_flight=tuple(unit.label for unit in guard.units),
+        units_in_flight=tuple(unit.label for unit in units.in_flight),
         sequence_serials=sequences.serials.copy(),
         budget_tokens=sequences.budget_tokens.copy(),
         continuations={
             number: ContinuationInspection(
-                {pool: _inspect_space(retained, number) for pool, retained in ledgers.continuations.retained.items()},
-                kept.state is not None,
+                {pool: _inspect_space(kept, number) for pool, kept in ledger.kept.items()},
+                continuation.state is not None,
             )
-            for number, kept in ledgers.continuations.states.items()
+            for number, continuation in ledger.continuations.states.items()
         },
     )
 
 
-def _inspect_pool(spaces: AddressSpaces) -> PoolInspection:
+def _inspect_pool(spaces: ActiveSpaces) -> PoolInspection:
     pool, pages = spaces.pool, spaces.pages
     return PoolInspection(
         capacity=pool.capacity, allocated=pool.allocated, reserved=pool.reserved, available=pool.available,
-        bound=pool.bound, frontier=spaces.frontier.copy(), shared_end=spaces.shared_end.copy(),
-        mapped_end=spaces.mapped_end.copy(), bound_end=spaces.bound_end.copy(), limit=spaces.limit.copy(),
-        table=spaces.table.mirror.copy(), members=spaces.members.copy(), lease_serials=pool.serials.copy(),
-        pins=pool.pins.copy(), free_runs=pool.free_runs.edges(),
+        bound=pool.bound, shared_end=spaces.shared_end.copy(), committed_end=spaces.committed_end.copy(),
+        mapped_end=spaces.mapped_end.copy(), bound_end=spaces.bound_end.copy(),
+        entitled_end=spaces.entitled_end.copy(), table=spaces.table.copy(), members=spaces.members.copy(),
+        lease_serials=pool.serials.copy(), free_runs=pool.free_runs.edges(),
         serial=pages.serial.copy(), content=pages.content * (pages.serial != 0),
         committed=spaces.committed_columns(slice(0, pages.capacity)), protected=pages.protected.copy(),
         references=pages.references.copy(), active=pages.active.copy(), writer=pages.writer.copy(),
-        device=pages.device.copy(), block=pages.block.copy(), page_pins=pages.pins.copy(),
+        device=pages.device.copy(), host=pages.host.copy(), block=pages.block.copy(), pins=pages.pins.copy(),
     )  # fmt: skip
 
 
-def _inspect_space(retained: RetainedSpaces, number: int) -> SpaceInspection:
-    space = retained.spaces[number]
+def _inspect_space(kept: KeptSpaces, number: int) -> SpaceInspection:
+    space = kept.by_number[number]
     return SpaceInspection(space.members.copy(), space.frontier, space.protected_frontier)
 
 

@@ -1,4 +1,4 @@
-"""RetainedSpaces: the inactive address spaces of one pool.  (C7.8, C9.8, C9.10)
+"""KeptSpaces: the inactive address spaces of one pool.  (C7.8, C9.8, C9.10)
 
 An inactive space is an ordered list of logical pages without a row, a reservation or a writer:
 
@@ -6,9 +6,9 @@ An inactive space is an ordered list of logical pages without a row, a reservati
     members  [ full  | full  | full   | tail )       every page but the last is full
     tokens   0 ---------- protected_frontier ----- frontier
 
-Pages [0, frontier / 64) may belong to other spaces too and are immutable; a partial tail belongs to
-this space alone.  The protected frontier is what `truncate` may not cut below: retaining sets it to
-the frontier, `protect` moves it.  A page's `protected` column is the maximum over its inactive spaces.
+Pages [0, frontier / 64) may belong to other spaces too and are immutable; a partial tail belongs to this space alone.
+`truncate` never cuts below the protected frontier: retaining sets it to the frontier, and `protect` moves it.  The
+`protected` column of a page is the maximum over its inactive spaces.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy.typing as npt
 
 from pagedkv.errors import MisuseError
 from pagedkv.ledger.events import PageEvents, PoolEvents
-from pagedkv.ledger.free_runs import Ids, Index, highest, part_of
+from pagedkv.ledger.free_runs import Ids, Index, highest, lowest, part_of
 from pagedkv.ledger.pages import LogicalPages, Pages
 from pagedkv.ledger.pool import PagePool
 from pagedkv.values.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
 
 
 @dataclass(eq=False)
-class RetainedSpace:
-    """One inactive space; written by `RetainedSpaces` alone.
+class KeptSpace:
+    """One inactive space; written by `KeptSpaces` alone.
 
     Attributes:
         members: (n,) int32, logical pages in block order; n = ceil(frontier / 64).
-        index: the same pages as the columns' index, found once for all forks of them.
+        index: the same pages as the columns' index, made once for all forks of them.
         frontier, protected_frontier: tokens.
     """
 
@@ -42,107 +42,91 @@ class RetainedSpace:
     protected_frontier: int
 
 
-class RetainedSpaces:
-    """The inactive spaces of one pool, by the number of their continuation."""
+class KeptSpaces:
+    """The inactive spaces of one pool, `by_number` of their continuation; the caller checks handles and numbers."""
 
     def __init__(self, pool: PagePool, pages: LogicalPages, events: PoolEvents | None = None) -> None:
         self.pool = pool
         self.pages = pages
         self.events = PoolEvents(pool.name, PageEvents()) if events is None else events
-        self.spaces: dict[int, RetainedSpace] = {}
+        self.by_number: dict[int, KeptSpace] = {}
 
     def keep(self, number: int, members: Ids, frontier: int) -> None:
         """Hold pages whose inactive reference and committed columns are set, and protect them.  (C7.8, C9.8)"""
-        self.spaces[number] = RetainedSpace(members, self.pages.index_of(members), frontier, 0)
-        self._raise_protection(self.spaces[number], frontier)
+        self.by_number[number] = KeptSpace(members, self.pages.index_of(members), frontier, 0)
+        self._raise_protection(self.by_number[number], frontier)
 
-    def require_releasable(self, number: int, what: str) -> None:
-        """Refuse to let go of a space while a copy uses one of its pages.  (C7.4)"""
-        self.pages.require_releasable(self.spaces[number].index)
-        self.require_untransferred(number, what)
-
-    def require_untransferred(self, number: int, what: str) -> None:
-        """Refuse to let go of a space while a transfer uses one of its page groups.  (C7.4)"""
-        if self.pool.pins_total:
-            self.pool.require_unpinned(self.pages.device[self.spaces[number].members], what)
-
-    def release(self, number: int) -> Ids:
-        """Give up every membership; a page goes back to available with its last reference.  (C9.8)
-
-        Returns:
-            The page group ids that became available.
-        """
-        space = self.take(number)
-        return self.drop(space.index, first_block=0, pages=space.members.size)
-
-    def take(self, number: int) -> RetainedSpace:
-        """Remove a space that becomes active or ends: its protection goes, its references stay.  (C10.4)"""
-        space = self.spaces[number]
+    def take(self, number: int) -> KeptSpace:
+        """Remove a space that becomes active or ends: its protection ends, its references stay.  (C10.4)"""
+        space = self.by_number[number]
         self._lower_protection(number, space, 0)
-        del self.spaces[number]
+        del self.by_number[number]
         return space
 
-    def drop(self, logical: Pages, *, first_block: int, pages: int) -> Ids:
-        """Drop one inactive reference of each of `pages` pages, which stand from a block on.
+    def release(self, number: int) -> None:
+        """Give up every membership; a page goes back to available with its last reference.  (C9.8)"""
+        space = self.take(number)
+        self.drop(space.index, first_block=0, pages=space.members.size)
 
-        Returns:
-            The page group ids that became available: the last ones, because spaces share prefixes only.
+    def drop(self, logical: Pages, *, first_block: int, pages: int) -> None:
+        """Drop one inactive reference of each of `pages` pages from a block on.  (C9.8)
+
+        The freed pages are the last ones, because spaces share prefixes only.
         """
         page_ids = self.pages.release(logical)
-        if page_ids.size:
-            self.pool.release(page_ids, leased=page_ids.size)
-            self.events.record("release", None, first_block + pages - page_ids.size, page_ids)
-        return page_ids
+        first = first_block + pages - page_ids.size
+        if page_ids.size and lowest(page_ids) < 0:  # pages that lie on the Host alone
+            on_device = np.flatnonzero(page_ids >= 0)
+            for run in np.split(on_device, np.flatnonzero(np.diff(on_device) != 1) + 1) if on_device.size else ():
+                self._free(first + int(run[0]), page_ids[run])
+        elif page_ids.size:
+            self._free(first, page_ids)
 
     def sole_pages(self, members: Ids) -> int:
-        """Return how many of the pages would become available with one reference fewer."""
-        return int(np.count_nonzero(self.pages.references[self.pages.index_of(members)] == 1)) if members.size else 0
+        """Return how many page groups would become available with one reference fewer of each page."""
+        if not members.size:
+            return 0
+        at = self.pages.index_of(members)
+        return int(np.count_nonzero((self.pages.references[at] == 1) & (self.pages.device[at] >= 0)))
 
     def protect(self, number: int, tokens: int) -> None:
-        """Set the protected frontier, up or down.  (C7.8)
-
-        Raises:
-            MisuseError: tokens is negative or above the committed frontier; nothing changed.
-        """
-        space = self.spaces[number]
-        if not 0 <= tokens <= space.frontier:
-            raise MisuseError(f"protection of Continuation(number={number}) in pool {self.pool.name}",
-                              expected=f"0 to {space.frontier} tokens", got=tokens,
-                              remedy="only what is committed can be protected", clause="C7.8")
+        """Set the protected frontier, up or down.  (C7.8)"""
+        space = self.by_number[number]
         if tokens >= space.protected_frontier:
             self._raise_protection(space, tokens)
         else:
             self._lower_protection(number, space, tokens)
 
-    def truncate(self, number: int, tokens: int) -> Ids:
-        """Lower the committed frontier and drop the pages behind it.  (C9.10)
-
-        Returns:
-            The page group ids that became available.
-
-        Raises:
-            MisuseError: tokens above the committed or below the protected frontier, or a page that another space
-                references, or a copy uses, is cut; nothing changed.
-        """
-        space = self.spaces[number]
+    def require_truncate(self, number: int, tokens: int) -> None:
+        """Refuse a cut outside protected..committed, or of pages that another space or a copy uses.  (C9.10, C7.4)"""
+        space = self.by_number[number]
         what = f"truncate of Continuation(number={number}) in pool {self.pool.name}"
         if not space.protected_frontier <= tokens <= space.frontier:
             raise MisuseError(what, expected=f"{space.protected_frontier} (protected) to {space.frontier} tokens",
                               got=tokens, remedy="lower the protected frontier with protect first", clause="C9.10")
         cut = space.members[tokens >> PAGE_SHIFT :]
-        self.pages.require_private(cut, what)
-        self.pages.require_releasable(cut)
-        self.pool.require_unpinned(self.pages.device[cut], "truncate")
-        keep = pages_for_tokens(tokens)
+        self.pages.require_private(what, cut)
+        self.pages.require_unpinned(what, cut)
         if tokens < space.frontier and tokens & PAGE_MASK:
-            self.pages.withdraw(space.members[keep - 1 : keep], tokens & PAGE_MASK)
-        gone = space.members[keep:]
-        space.members = space.members[:keep].copy()
-        space.index = part_of(space.index, 0, keep)
-        space.frontier = tokens
-        return self.drop(gone, first_block=keep, pages=gone.size)
+            self.pages.require_on_device(what, cut[:1])
 
-    def _raise_protection(self, space: RetainedSpace, tokens: int) -> None:
+    def truncate(self, number: int, tokens: int) -> None:
+        """Lower the committed frontier, which `require_truncate` allowed, and drop the pages behind it.  (C9.10)"""
+        space = self.by_number[number]
+        pages = pages_for_tokens(tokens)
+        if tokens < space.frontier and tokens & PAGE_MASK:
+            self.pages.withdraw(space.members[pages - 1 : pages], tokens & PAGE_MASK)
+        dropped = space.members[pages:]
+        space.members = space.members[:pages].copy()
+        space.index = part_of(space.index, 0, pages)
+        space.frontier = tokens
+        self.drop(dropped, first_block=pages, pages=dropped.size)
+
+    def _free(self, first_block: int, page_ids: Ids) -> None:
+        self.pool.release(page_ids, leased=page_ids.size)
+        self.events.record("release", None, first_block, page_ids)
+
+    def _raise_protection(self, space: KeptSpace, tokens: int) -> None:
         first = space.protected_frontier >> PAGE_SHIFT
         last = pages_for_tokens(tokens)
         self.pages.raise_protection(part_of(space.index, first, last),
@@ -150,7 +134,7 @@ class RetainedSpaces:
                                     _cover(tokens, first, last - first))
         space.protected_frontier = tokens
 
-    def _lower_protection(self, number: int, space: RetainedSpace, tokens: int) -> None:
+    def _lower_protection(self, number: int, space: KeptSpace, tokens: int) -> None:
         first, last = tokens >> PAGE_SHIFT, pages_for_tokens(space.protected_frontier)
         changed = part_of(space.index, first, last)
         before = _cover(space.protected_frontier, first, last - first)
@@ -162,19 +146,19 @@ class RetainedSpaces:
     def _others(self, number: int, first: int, at: Index, changed: Ids) -> npt.NDArray[np.int32] | None:
         """Return the most that the other inactive spaces protect partly of pages from block `first` on, or None.
 
-        Whole pages are counted in `protectors`, so only a page that another inactive space holds, and none
-        protects whole, is looked for: rare, because what is protected partly is the tail of one space.
+        `protectors` counts the spaces that protect a whole page.  So the search below runs only for a page that
+        another inactive space holds: rare, because a partly protected page is the tail of one space.
         """
         if not changed.size or highest(self.pages.references[at] - self.pages.active[at]) <= 1:
             return None
         most = np.zeros(changed.size, np.int32)
-        for other_number, other in self.spaces.items():
+        for other_number, other in self.by_number.items():
             if other_number == number:
                 continue
-            held = other.members[first : first + changed.size]
-            same = held == changed[: held.size]
-            covered = _cover(other.protected_frontier, first, held.size)
-            most[: held.size] = np.maximum(most[: held.size], np.where(same, covered, 0))
+            members = other.members[first : first + changed.size]
+            is_same = members == changed[: members.size]
+            covered = _cover(other.protected_frontier, first, members.size)
+            most[: members.size] = np.maximum(most[: members.size], np.where(is_same, covered, 0))
         return most
 
 

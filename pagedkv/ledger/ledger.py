@@ -1,150 +1,227 @@
-"""StoreLedgers: every ledger of one store, and the operations that combine them.
+"""Ledger: every ledger of one store, and the operations that combine them.
 
-This is the store without a device: it decides, and returns what is to be done (table slices to
-publish).  Everything here is plain Python and NumPy, so every rule of C5 to C13 is tested in
-milliseconds.  `store.py` executes what stands in the answers.
+A ledger is the store without a device: it decides, and returns what is to be done (table slices to publish, columns to
+copy).  Everything here is plain Python and NumPy, so every rule of C5 to C13 is tested in milliseconds.  `store.py`
+does on the device what the answers say.
+
+An operation that decides has three parts, in this order:
+
+    checks      refusals; nothing has changed
+    unsettled   the name of the operation is written here, before the first write of any column
+    writes      asserts only; what breaks off between two of them leaves `unsettled` as it is
+
+The store clears `unsettled` at the end of its own call, when the device tables have followed.  If it finds a name there
+at the next call, an interrupt, a failed allocation or a failed copy broke that operation off: the columns may
+contradict each other, and the store is latched (C12.4).
+
+A journal hears of each operation that `recorded` marks, through `Ledger.recorder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from pagedkv.errors import MisuseError
-from pagedkv.ledger.activation import ActivationPlan, Activations, ActivationTarget, PreparedActivation, Refusal
-from pagedkv.ledger.active_spaces import HOLD, AddressSpaces, Tokens
-from pagedkv.ledger.block_tables import BlockTable, TableSlices
+from pagedkv.errors import MisuseError, PagedKVError
+from pagedkv.ledger.active_spaces import KEEP_ALL, ActiveSpaces, TableSlices, Tokens
+from pagedkv.ledger.batch import Batch, Columns, EntryColumns, column_counts
 from pagedkv.ledger.continuations import Continuation, Continuations
 from pagedkv.ledger.events import PageEvents, PoolEvents
 from pagedkv.ledger.growth import LeaseGrowth
-from pagedkv.ledger.kept_spaces import RetainedSpaces
+from pagedkv.ledger.kept_spaces import KeptSpaces
 from pagedkv.ledger.pages import LogicalPages
 from pagedkv.ledger.pool import PagePool
 from pagedkv.ledger.sequences import Sequence, Sequences
-from pagedkv.ledger.snapshot import PreparedSnapshot, Snapshots
-from pagedkv.ledger.units import EntryColumns, SubmittedUnit, UnitGuard, rows_mask_of
+from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal, Transaction, Transactions
+from pagedkv.ledger.units import Submission, Units
 from pagedkv.values.config import VERIFY_WIDTH_MAX, StoreConfig
 from pagedkv.values.quantities import PAGE_SHIFT
 
-Columns = int | SequenceOf[int] | npt.NDArray[np.int32]
-"""Columns of each batch entry: one number for all, or one per entry."""
-
 PoolSlices = dict[str, TableSlices]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-@dataclass(eq=False)
-class Batch:
-    """Sequences selected together, in batch order; made by `Store.batch`.
 
-    `stamp` is the activation stamp at which the handles were last found current.  `uniform` keeps the
-    counts of each decode width that all entries wrote together, prebuilt at first use: a steady step then
-    spreads nothing over rows.
+class Recorder(Protocol):
+    """Hears of every recorded operation, in order."""
+
+    def begin(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        """An operation begins; its handles are still current."""
+
+    def answer(self, answer: object) -> None:
+        """The operation answered."""
+
+    def refuse(self, error: PagedKVError) -> None:
+        """The operation was refused."""
+
+    def break_off(self, error: BaseException) -> None:
+        """The operation broke off; nothing after it can be repeated."""
+
+
+RECORDED: set[str] = set()
+"""Operations of a ledger that a journal may hold."""
+
+
+def recorded(operation: Callable[Concatenate[Ledger, P], T]) -> Callable[Concatenate[Ledger, P], T]:
+    """Mark an operation of `Ledger` as one that decides: the recorder of the ledger, if it has one, hears of it."""
+    name = operation.__name__
+    parameters = list(inspect.signature(operation).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters]
+    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    RECORDED.add(name)
+
+    @functools.wraps(operation)
+    def call(ledger: Ledger, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        recorder = ledger.recorder
+        if recorder is None:
+            return operation(ledger, *args, **kwargs)
+        recorder.begin(name, {**defaults, **dict(zip(names, args, strict=False)), **kwargs})
+        try:
+            answer = operation(ledger, *args, **kwargs)
+        except PagedKVError as error:
+            recorder.refuse(error)
+            raise
+        except BaseException as error:
+            recorder.break_off(error)
+            raise
+        recorder.answer(answer)
+        return answer
+
+    return call
+
+
+class Ledger:
+    """Pools, logical pages, tables, address spaces, sequences, continuations and units of one store.
+
+    Attributes:
+        active, kept: the active and inactive address spaces of each pool, in pool order.
+        unsettled: the operation whose writes have begun and whose end no store has confirmed; "" otherwise.
+        recorder: hears of each operation; None where no journal is kept.
     """
-
-    sequences: tuple[Sequence, ...]
-    rows: npt.NDArray[np.int64]
-    rows_mask: int
-    stamp: int
-    uniform: dict[int, EntryColumns] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-
-class StoreLedgers:
-    """Pools, logical pages, tables, address spaces, sequences and the unit guard of one store."""
 
     def __init__(self, config: StoreConfig, store_id: int = 0) -> None:
         self.config = config
+        self.unsettled = ""
+        self.recorder: Recorder | None = None
         self.events = PageEvents()
-        self.spaces: dict[str, AddressSpaces] = {
-            pool.name: AddressSpaces(
-                PagePool(pool.name, pool.pages), LogicalPages(pool.pages),
-                BlockTable(rows=config.max_concurrency, blocks=config.blocks), max_context=config.max_context,
-                events=PoolEvents(pool.name, self.events),
+        self.active: dict[str, ActiveSpaces] = {}
+        self.kept: dict[str, KeptSpaces] = {}
+        for pool in config.pools:
+            events = PoolEvents(pool.name, self.events)
+            pages = LogicalPages(pool.pages, config.host_arena_bytes // pool.packed_bytes(1))
+            self.active[pool.name] = spaces = ActiveSpaces(
+                PagePool(pool.name, pool.pages), pages, rows=config.max_concurrency, blocks=config.blocks,
+                max_context=config.max_context, events=events, grows=config.kv_lease_growth,
             )
-            for pool in config.pools
-        }
+            self.kept[pool.name] = KeptSpaces(spaces.pool, pages, events)
         self.sequences = Sequences(config.max_concurrency, store_id)
-        self.continuations = Continuations(
-            {name: RetainedSpaces(spaces.pool, spaces.pages, spaces.events) for name, spaces in self.spaces.items()},
-            store_id,
-        )
-        self.growth = LeaseGrowth(config, self.spaces)
-        for spaces in self.spaces.values() if self.growth.is_on else ():
-            spaces.grows = True
-        self.activations = Activations(config, self.spaces, self.sequences, self.continuations, self.growth)
-        self.snapshots = Snapshots(self.spaces, self.continuations)
-        self.guard = UnitGuard()
+        self.continuations = Continuations(self.kept, store_id)
+        self.growth = LeaseGrowth(config, self.active)
+        self.transactions = Transactions(config, self.active, self.sequences, self.continuations, self.growth)
+        self.units = Units()
         self._aborting: dict[int, Sequence] = {}
 
-    # ---- activation -------------------------------------------------------------------------------
+    # ---- transactions -----------------------------------------------------------------------------
 
-    def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
-        """Return the ActivationPlan or the Refusal of a target; no side effects.  (C10.9)"""
-        return self.activations.explain(target)
+    @recorded
+    def prepare_activation(self, target: ActivationTarget) -> Transaction | Refusal:
+        """Claim what a target takes in every pool; the answer says what is to be copied and published.  (C10.2)"""
+        plan = self.transactions.explain(target)
+        if not isinstance(plan, ActivationPlan):
+            return plan
+        for part in plan.pools:
+            if part.restored_pages and target.source is not None:  # the row could not read what lies on the Host alone
+                kept = self.kept[part.pool]
+                kept.pages.require_on_device(f"activation from {target.source}",
+                                             kept.by_number[target.source.number].members)
+        self.unsettled = "activate"
+        return self.transactions.prepare(target, plan)
 
-    def prepare_activation(self, target: ActivationTarget) -> PreparedActivation | Refusal:
-        """Claim what a target takes in every pool; what is to be copied and published stands in the answer.  (C10.2)"""
-        return self.activations.prepare(target)
+    @recorded
+    def prepare_snapshot(self, sequence: Sequence, state: object = None) -> Transaction | Refusal:
+        """Claim the pages of a checkpoint's copied tails; the answer says what is to be copied.  (C10.6)"""
+        self._require_boundary(sequence, "snapshot")
+        self._require_resumable(sequence, "a snapshot")
+        plans = self.transactions.explain_snapshot(sequence)
+        if isinstance(plans, Refusal):
+            return plans
+        self.unsettled = "snapshot"
+        return self.transactions.prepare_snapshot(sequence, state, plans)
 
-    def commit_activation(self, prepared: PreparedActivation) -> Sequence:
+    @recorded
+    def commit_activation(self, transaction: Transaction) -> Sequence:
         """Publish the sequence of a prepared activation.  (C10.3)"""
-        return self.activations.commit(prepared)
+        self.transactions.require_committable(transaction, "activation")
+        self.unsettled = "activate"
+        return self.transactions.commit_activation(transaction)
 
-    def abort_activation(self, prepared: PreparedActivation) -> None:
-        """Give every claim of a prepared activation back.  (C10.2)"""
-        self.activations.abort(prepared)
+    @recorded
+    def commit_snapshot(self, transaction: Transaction) -> Continuation:
+        """Publish the checkpoint of a prepared snapshot.  (C10.6)"""
+        self.transactions.require_open(transaction, "commit")
+        if transaction.sequence is not None:
+            self._require_boundary(transaction.sequence, "snapshot")
+        self.transactions.require_committable(transaction, "snapshot")
+        self.unsettled = "snapshot"
+        return self.transactions.commit_snapshot(transaction)
 
     def try_activate(self, target: ActivationTarget) -> Sequence | Refusal:
-        """Prepare and commit, where nobody has bytes to copy or tables to publish.  (C10.2, C10.9)"""
-        prepared = self.prepare_activation(target)
-        return prepared if isinstance(prepared, Refusal) else self.commit_activation(prepared)
+        """Prepare and commit, for a caller without a device, who has no bytes to copy.  (C10.2, C10.9)"""
+        transaction = self.prepare_activation(target)
+        return transaction if isinstance(transaction, Refusal) else self.commit_activation(transaction)
 
-    def finish(self, sequence: Sequence, *, retain: bool = False, state: object = None) -> Continuation | None:
-        """Trim, give up reservation, row and writers, then retain the pages or release them.  (C9.8)
+    def try_snapshot(self, sequence: Sequence, state: object = None) -> Continuation | Refusal:
+        """Prepare and commit, for a caller without a device, who has no bytes to copy.  (C10.6)"""
+        transaction = self.prepare_snapshot(sequence, state)
+        return transaction if isinstance(transaction, Refusal) else self.commit_snapshot(transaction)
 
-        Raises:
-            StaleHandle: the sequence has ended.
-            UnitInFlight: a unit in flight selects it (C12.2).
-            MisuseError: a copy uses one of its pages (C7.4); or it is to be retained, and a backend's frontier leads
-                Main's (C13.2), or nothing is committed.
-        """
+    @recorded
+    def abort_transaction(self, transaction: Transaction) -> None:
+        """Give every claim of a transaction back.  (C10.2)"""
+        self.transactions.require_open(transaction, "abort")
+        self.unsettled = "the abort of an activation or a snapshot"
+        self.transactions.abort(transaction)
+
+    # ---- the end of a sequence --------------------------------------------------------------------
+
+    @recorded
+    def finish(self, sequence: Sequence, retain: bool = False, state: object = None) -> Continuation | None:
+        """Trim, give up reservation, row and writers, then retain the pages or release them.  (C9.8)"""
         self._require_boundary(sequence, "finish")
         if type(retain) is not bool:
             raise MisuseError("retain", expected="True or False", got=repr(retain),
                               remedy="say whether the pages are to be kept", clause="C9.8")
+        if state is not None and not retain:
+            raise MisuseError("a state without retain=True", expected="None", got=repr(state),
+                              remedy="pass retain=True to keep the continuation", clause="C9.8")
         self._require_unpinned(sequence, "finish")
+        if retain:
+            self._require_resumable(sequence, "retaining")
+        self.unsettled = "finish"
         if not retain:
-            if state is not None:
-                raise MisuseError("a state without retain=True", expected="None", got=repr(state),
-                                  remedy="pass retain=True to keep the continuation", clause="C9.8")
             self._end_sequence(sequence)
             return None
-        self._require_resumable(sequence, "retaining")
-        for spaces in self.spaces.values():
-            spaces.trim_row(sequence.row)
-        kept = {name: spaces.detach(sequence.row) for name, spaces in self.spaces.items()}
+        spaces: dict[str, Any] = {}
+        for name, active in self.active.items():
+            active.trim_row(sequence.row)
+            spaces[name] = active.detach(sequence.row)
         self.growth.close(sequence.row)
-        self.sequences.end(sequence)
-        return self.continuations.keep(kept, state)
+        self.sequences.end(sequence.row)
+        return self.continuations.keep(spaces, state)
 
+    @recorded
     def abort(self, sequence: Sequence) -> bool:
-        """End the sequence now, or at its boundary when a unit in flight selects it.  (C12.4)
-
-        Returns:
-            True when it has ended, False when it ends with the unit.
-
-        Raises:
-            MisuseError: a copy uses one of its pages (C7.4).
-        """
+        """End the sequence now (True), or with the unit in flight that selects it (False).  (C12.4)"""
         self.sequences.require_current(sequence)
         self._require_unpinned(sequence, "abort")
-        if self.guard.rows_in_flight >> sequence.row & 1:
+        self.unsettled = "abort"
+        if self.units.rows_in_flight >> sequence.row & 1:
             self._aborting[sequence.row] = sequence
             return False
         self._end_sequence(sequence)
@@ -152,196 +229,155 @@ class StoreLedgers:
 
     # ---- continuations ----------------------------------------------------------------------------
 
-    def prepare_snapshot(self, sequence: Sequence, state: object = None) -> PreparedSnapshot | Refusal:
-        """Claim the pages of a checkpoint's copied tails; what is to be copied stands in the answer.  (C10.6)
-
-        Raises:
-            As `finish` with retain=True.
-        """
-        self._require_boundary(sequence, "snapshot")
-        self._require_resumable(sequence, "a snapshot")
-        return self.snapshots.prepare(sequence, state)
-
-    def commit_snapshot(self, prepared: PreparedSnapshot) -> Continuation:
-        """Publish the checkpoint of a prepared snapshot.  (C10.6)
-
-        Raises:
-            MisuseError: it has ended, or the sequence went on since; StaleHandle, UnitInFlight: the sequence has ended,
-                or is in flight.  Nothing changed.
-        """
-        self.snapshots.require_open(prepared, "commit")
-        self._require_boundary(prepared.sequence, "snapshot")
-        return self.snapshots.commit(prepared)
-
-    def abort_snapshot(self, prepared: PreparedSnapshot) -> None:
-        """Give the claims of a prepared snapshot back.  (C10.6)"""
-        self.snapshots.abort(prepared)
-
-    def try_snapshot(self, sequence: Sequence, state: object = None) -> Continuation | Refusal:
-        """Prepare and commit, where nobody has bytes to copy.  (C10.6)"""
-        prepared = self.prepare_snapshot(sequence, state)
-        return prepared if isinstance(prepared, Refusal) else self.commit_snapshot(prepared)
-
+    @recorded
     def release(self, continuation: Continuation) -> None:
-        """Give up every membership of a continuation; a page is freed with its last reference.  (C9.8)
+        """Give up every membership of a continuation; a page is freed with its last reference.  (C9.8)"""
+        number = self.continuations.require_idle(continuation, "release")
+        self.continuations.require_unpinned(number, f"release of {continuation}")
+        self.unsettled = "release"
+        self.continuations.release(number)
 
-        Raises:
-            StaleHandle: it was released or moved.
-            MisuseError: an activation from it is prepared, or a copy uses one of its pages; nothing changed.
-        """
-        self.continuations.release(continuation)
-
+    @recorded
     def attach_state(self, continuation: Continuation, state: object) -> None:
         """Replace the caller's state of a continuation; None says that it is not complete.  (C2.2)"""
         number = self.continuations.require_idle(continuation, "attach_state")
         self.continuations.states[number].state = state
 
+    @recorded
     def protect(self, continuation: Continuation, tokens: int, pool: str) -> None:
-        """Set the protected frontier of one pool of a continuation, up or down.  (C7.8)
-
-        Raises:
-            StaleHandle: it was released or moved.
-            MisuseError: tokens outside 0 to the committed frontier, or an unknown pool; nothing changed.
-        """
+        """Set the protected frontier of one pool of a continuation, up or down.  (C7.8)"""
         number = self.continuations.require_idle(continuation, "protect")
-        self.pool_spaces(pool)
-        self._require_tokens("protect", tokens, "C7.8")
-        self.continuations.retained[pool].protect(number, tokens)
+        committed = self.kept_in(pool).by_number[number].frontier
+        if type(tokens) is not int or not 0 <= tokens <= committed:
+            raise MisuseError(f"protection of {continuation} in pool {pool}",
+                              expected=f"an int, 0 to {committed} tokens", got=repr(tokens),
+                              remedy="only what is committed can be protected", clause="C7.8")
+        self.unsettled = "protect"
+        self.kept[pool].protect(number, tokens)
 
+    @recorded
     def truncate_continuation(self, continuation: Continuation, tokens: int, pool: str) -> None:
         """Lower the committed frontier of one pool of a continuation.  (C9.10)
 
-        The caller's state is of Main's frontier, so it goes when that is lowered (C2.2).
-
-        Raises:
-            StaleHandle: it was released or moved.
-            MisuseError: tokens above the committed or below the protected frontier, a cut inside or across a page
-                that another space references, or Main cut to nothing; nothing changed.
+        The caller's state belongs to Main's frontier: lowering that deletes the state (C2.2).
         """
         number = self.continuations.require_idle(continuation, "truncate")
-        self.pool_spaces(pool)
-        self._require_tokens("truncate", tokens, "C9.10")
+        kept = self.kept_in(pool)
+        _require_tokens("truncate", tokens)
         if pool == "main" and tokens == 0:
             raise MisuseError(f"truncate of {continuation} to nothing", expected="at least 1 token of Main", got=0,
                               remedy="release it", clause="C9.10")
-        retained = self.continuations.retained[pool]
-        is_lowered = tokens < retained.spaces[number].frontier
-        retained.truncate(number, tokens)
+        kept.require_truncate(number, tokens)
+        is_lowered = tokens < kept.by_number[number].frontier
+        self.unsettled = "truncate"
         if pool == "main" and is_lowered:
             self.continuations.states[number].state = None
+        kept.truncate(number, tokens)
+
+    # ---- units ------------------------------------------------------------------------------------
 
     def batch(self, sequences: SequenceOf[Sequence]) -> Batch:
-        """Select sequences, in batch order.  (C11.3)
-
-        Raises:
-            StaleHandle: one of them has ended.
-            MisuseError: the batch is empty or names a sequence twice.
-        """
+        """Select sequences, in batch order.  (C11.3)"""
         for sequence in sequences:
             self.sequences.require_current(sequence)
         rows = np.array([sequence.row for sequence in sequences], np.int64)
         rows.setflags(write=False)
-        mask = rows_mask_of(rows)
+        mask = sum({1 << row for row in rows.tolist()})
         if not len(sequences) or mask.bit_count() != len(sequences):
             raise MisuseError("a batch", expected="at least one sequence, each once", got=list(sequences),
                               remedy="select distinct sequences", clause="C14.4")
         return Batch(tuple(sequences), rows, mask, self.sequences.stamp)
 
-    # ---- units ------------------------------------------------------------------------------------
-
-    def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[SubmittedUnit, PoolSlices]:
+    @recorded
+    def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[Submission, PoolSlices]:
         """Map what a unit may write in each named pool, and freeze its rows.  (C9.4, C12.1)
 
         Returns:
             The unit and, for each pool in which a row crossed a page, the slices to publish first.
-
-        Raises:
-            UnitInFlight: a row is selected by another unit.
-            MisuseError: columns of a wrong count or sign, or a position at or beyond S (C11.2).
-            EntitlementExceeded: a row needs more pages than its entitlement; nothing changed in any pool.
         """
         self._require_batch(batch)
-        self.guard.require_thawed(batch.rows_mask, "a unit")
+        self.units.require_thawed(batch.rows_mask, "a unit")
         if not columns:
             raise MisuseError("a unit that writes nothing", expected="columns for at least one pool", got="none",
                               remedy="name the pools the unit writes", clause="C9.4")
-        written = {
-            pool: self._entry_columns(batch, f"columns of a unit in pool {pool}", self.pool_spaces(pool), wanted)
-            for pool, wanted in columns.items()
-        }
-        ends = {}
-        for pool, entry in written.items():
-            spaces = self.spaces[pool]
-            ends[pool] = pool_ends = spaces.frontier + entry.span
-            if spaces.has_row_beyond_ceiling(pool_ends):
+        written, ends = {}, {}
+        for pool, given in columns.items():
+            spaces = self.active_in(pool)
+            written[pool] = entry = self._entry_columns(batch, pool, given)
+            ends[pool] = pool_ends = spaces.committed_end + entry.by_row
+            if spaces.has_row_beyond_writable(pool_ends):
                 self._require_positions(batch, pool, entry)
                 spaces.require_entitled(pool_ends)
+        self.unsettled = "begin_unit"
         slices: PoolSlices = {}
+        first_positions = {}
         for pool, pool_ends in ends.items():
-            pool_slices = self.spaces[pool].ensure_mapped_to_tokens(pool_ends)
-            if pool_slices is not None:
-                slices[pool] = pool_slices
-        first_positions = {pool: self.spaces[pool].frontier[batch.rows] for pool in written}
-        for positions in first_positions.values():
-            positions.setflags(write=False)
-        return self.guard.begin(name, batch.rows, batch.rows_mask, written, first_positions), slices
+            spaces = self.active[pool]
+            gained = spaces.ensure_mapped_to_tokens(pool_ends)
+            if gained is not None:
+                slices[pool] = gained
+            first_positions[pool] = first = spaces.committed_end[batch.rows]
+            first.setflags(write=False)
+        return self.units.begin(name, batch, written, first_positions), slices
 
-    def commit_unit(self, unit: SubmittedUnit, accepted: Mapping[str, Columns] | None = None) -> None:
+    @recorded
+    def commit_unit(self, unit: Submission, accepted: Mapping[str, Columns] | None = None) -> None:
         """Advance committed frontiers by accepted columns, pool by pool, and thaw the rows.  (C9.5, C13.1)
 
         A pool that is not named keeps its frontier; None accepts every column of every pool.
-
-        Raises:
-            MisuseError: the unit has ended, or a count is negative or above what the unit wrote, or a copy uses a page
-                of a sequence that was aborted in flight; nothing changed.
         """
-        self.guard.require_open(unit, "commit")
+        self.units.require_open(unit, "commit")
         self._require_endable(unit, "commit")
-        spans = (
-            {pool: entry.span for pool, entry in unit.written.items()} if accepted is None
-            else {pool: self._accepted_span(unit, pool, wanted) for pool, wanted in accepted.items()}
-        )
-        if len(spans) > 1:
-            for pool, span in spans.items():
-                self.spaces[pool].require_commit(span)
-        for pool, span in spans.items():
-            self.spaces[pool].commit(span)
+        if accepted is None:
+            columns = {pool: entry.by_row for pool, entry in unit.written.items()}
+        else:
+            columns = {pool: self._accepted_by_row(unit, pool, given) for pool, given in accepted.items()}
+        self.unsettled = "commit"
+        for pool, by_row in columns.items():
+            self.active[pool].commit(by_row)
         self._end_unit(unit)
 
-    def fail_unit(self, unit: SubmittedUnit) -> None:
+    @recorded
+    def fail_unit(self, unit: Submission) -> None:
         """End a unit without a commit: what it wrote stays invisible.  (C9.5)"""
-        self.guard.require_open(unit, "fail")
+        self.units.require_open(unit, "fail")
         self._require_endable(unit, "fail")
+        self.unsettled = "fail"
         self._end_unit(unit)
 
     # ---- between units ----------------------------------------------------------------------------
 
+    @recorded
     def begin_round(self, batch: Batch) -> list[Sequence]:
-        """Extend the leases of a batch that are nearly used up; return those it could not, in batch order.  (C9.2)
-
-        Raises:
-            UnitInFlight: a unit in flight selects one of the rows; nothing changed.
-        """
+        """Extend the leases of a batch that are nearly used up; return those it could not, in batch order.  (C9.2)"""
         self._require_batch(batch)
-        self.guard.require_thawed(batch.rows_mask, "begin_round")
+        self.units.require_thawed(batch.rows_mask, "begin_round")
+        if not self.growth.is_on:
+            return []
+        self.unsettled = "begin_round"
         return [batch.sequences[index] for index in self.growth.begin_round(batch.rows)]
 
     def covered_columns(self, batch: Batch, pool: str) -> Tokens:
         """Return (B,) int32: columns that each entry may still write in a pool.  (C9.2, C16.17)"""
         self._require_batch(batch)
-        return self.pool_spaces(pool).covered_columns(batch.rows)
+        return self.active_in(pool).covered_columns(batch.rows)
 
+    @recorded
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str) -> PoolSlices:
         """Map positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)"""
         self.sequences.require_current(sequence)
-        spaces = self.pool_spaces(pool)
+        spaces = self.active_in(pool)
         if type(tokens) is not int or not 0 <= tokens <= self.config.max_context:
             raise MisuseError(f"mapping row {sequence.row} of pool {pool}",
                               expected=f"0 to max_context = {self.config.max_context} tokens", got=repr(tokens),
                               remedy="positions at or beyond max_context are inert", clause="C11.2")
-        slices = spaces.ensure_mapped_to_tokens(spaces.spread(np.array([sequence.row]), np.array([tokens], np.int32)))
+        ends = spaces.by_row(np.array([sequence.row]), np.array([tokens], np.int32))
+        spaces.require_entitled(ends)
+        self.unsettled = "ensure_mapped_to_tokens"
+        slices = spaces.ensure_mapped_to_tokens(ends)
         return {} if slices is None else {pool: slices}
 
+    @recorded
     def trim(self, batch: Batch, pool: str, provisional: Columns = 0) -> int:
         """Return trailing pages beyond max(committed, committed + provisional) to their reservation.  (C9.6)
 
@@ -349,26 +385,48 @@ class StoreLedgers:
             How many pages were trimmed.
         """
         self._require_batch(batch)
-        spaces = self.pool_spaces(pool)
-        self.guard.require_thawed(batch.rows_mask, "trim", pool)
-        columns = self._counts("provisional columns", len(batch), provisional)
-        keep = np.full(self.config.max_concurrency, HOLD, np.int32)
-        # The sum may pass 2^31 - 64, and trim rounds it up to a page: it is held below in 64-bit.
-        keep[batch.rows] = np.minimum(spaces.frontier[batch.rows].astype(np.int64) + columns, HOLD)
-        return spaces.trim(keep)
+        spaces = self.active_in(pool)
+        self.units.require_thawed(batch.rows_mask, "trim", pool)
+        columns = column_counts("provisional columns", len(batch), provisional)
+        keep_tokens = np.full(self.config.max_concurrency, KEEP_ALL, np.int32)
+        # The sum may pass 2^31 - 64, and trim rounds it up to a page: it is bounded in 64-bit first.
+        keep_tokens[batch.rows] = np.minimum(spaces.committed_end[batch.rows].astype(np.int64) + columns, KEEP_ALL)
+        slices = spaces.trailing_pages(keep_tokens)
+        if slices is None:
+            return 0
+        self.unsettled = "trim"
+        return spaces.trim(slices)
 
+    @recorded
     def truncate(self, sequence: Sequence, tokens: int, pool: str) -> None:
         """Lower the committed frontier of one pool, then trim.  (C9.10)"""
         self.sequences.require_current(sequence)
-        spaces = self.pool_spaces(pool)
-        self.guard.require_thawed(1 << sequence.row, "truncate", pool)
-        self._require_tokens("truncate", tokens, "C9.10")
+        spaces = self.active_in(pool)
+        self.units.require_thawed(1 << sequence.row, "truncate", pool)
+        _require_tokens("truncate", tokens)
+        spaces.require_truncate(sequence.row, tokens)
+        self.unsettled = "truncate"
         spaces.truncate(sequence.row, tokens)
+
+    # ---- lookups ----------------------------------------------------------------------------------
+
+    def active_in(self, pool: str) -> ActiveSpaces:
+        """Return the active spaces of an enabled pool; refuse another name.  (C3.3)"""
+        spaces = self.active.get(pool) if isinstance(pool, str) else None
+        if spaces is None:
+            raise MisuseError(f"pool {pool!r}", expected=f"one of {list(self.active)}", got=repr(pool),
+                              remedy="name an enabled pool", clause="C3.3")
+        return spaces
+
+    def kept_in(self, pool: str) -> KeptSpaces:
+        """Return the inactive spaces of an enabled pool; refuse another name.  (C3.3)"""
+        self.active_in(pool)
+        return self.kept[pool]
 
     # ---- helpers ----------------------------------------------------------------------------------
 
-    def _end_unit(self, unit: SubmittedUnit) -> None:
-        self.guard.end(unit)
+    def _end_unit(self, unit: Submission) -> None:
+        self.units.end(unit)
         for row in unit.rows.tolist() if self._aborting else ():
             sequence = self._aborting.pop(row, None)
             if sequence is not None:
@@ -376,49 +434,41 @@ class StoreLedgers:
 
     def _end_sequence(self, sequence: Sequence) -> None:
         """Close the sequence's spaces and return its row.  (C9.8)"""
-        for spaces in self.spaces.values():
+        for spaces in self.active.values():
             spaces.close(sequence.row)
         self.growth.close(sequence.row)
-        self.sequences.end(sequence)
+        self.sequences.end(sequence.row)
 
     def _require_boundary(self, sequence: Sequence, operation: str) -> None:
         self.sequences.require_current(sequence)
-        self.guard.require_thawed(1 << sequence.row, operation)
+        self.units.require_thawed(1 << sequence.row, operation)
 
     def _require_resumable(self, sequence: Sequence, what: str) -> None:
         """Refuse to keep what no sequence can go on from: nothing in Main, or a backend that leads it.  (C13.2)"""
-        main = int(self.spaces["main"].frontier[sequence.row])
+        main = self.active["main"].committed_end.item(sequence.row)
         if not main:
             raise MisuseError(f"{what} of {sequence}", expected="at least 1 committed token of Main", got="none",
                               remedy="commit a unit first", clause="C9.8")
-        for name, spaces in self.spaces.items():
-            if int(spaces.frontier[sequence.row]) > main:
+        for name, spaces in self.active.items():
+            frontier = spaces.committed_end.item(sequence.row)
+            if frontier > main:
                 raise MisuseError(f"{what} of {sequence}", expected=f"at most Main's {main} committed tokens in {name}",
-                                  got=int(spaces.frontier[sequence.row]),
-                                  remedy="a provisional lead is no checkpoint: truncate it first", clause="C13.2")
+                                  got=frontier, remedy="a provisional lead is no checkpoint: truncate it first",
+                                  clause="C13.2")
 
-    def _require_endable(self, unit: SubmittedUnit, operation: str) -> None:
+    def _require_endable(self, unit: Submission, operation: str) -> None:
         """Refuse to end a unit whose aborted sequences cannot end with it.  (C7.4, C12.4)"""
         for row in unit.rows.tolist() if self._aborting else ():
             if row in self._aborting:
                 self._require_unpinned(self._aborting[row], f"{operation} of {unit.label}, and with it abort")
 
     def _require_unpinned(self, sequence: Sequence, operation: str) -> None:
-        for spaces in self.spaces.values():
-            mapped, bound = spaces.membership_pages(sequence.row), spaces.bound_end.item(sequence.row) >> PAGE_SHIFT
-            if spaces.pool.pins_total:  # bound ids too: they become available with the others
-                spaces.pool.require_unpinned(
-                    spaces.table.mirror[sequence.row, :bound], f"{operation} of row {sequence.row}: release"
-                )
+        """Refuse to end a sequence while a copy uses one of its pages.  (C7.4)"""
+        for spaces in self.active.values():
             if spaces.pages.pins_total:
-                spaces.pages.require_unpinned(
-                    f"{operation} of row {sequence.row}", spaces.members[sequence.row, :mapped]
-                )
-
-    def _require_tokens(self, operation: str, tokens: object, clause: str) -> None:
-        if type(tokens) is not int:
-            raise MisuseError(operation, expected="an int, a number of tokens", got=repr(tokens),
-                              remedy="pass int(tokens)", clause=clause)
+                bound = spaces.bound_end.item(sequence.row) >> PAGE_SHIFT
+                members = spaces.members[sequence.row, :bound]
+                spaces.pages.require_unpinned(f"{operation} of row {sequence.row}", members)
 
     def _require_batch(self, batch: Batch) -> None:
         if not isinstance(batch, Batch):
@@ -429,63 +479,38 @@ class StoreLedgers:
                 self.sequences.require_current(sequence)
             batch.stamp = self.sequences.stamp
 
-    def pool_spaces(self, pool: str) -> AddressSpaces:
-        """Return the address spaces of an enabled pool.  (C3.3)
-
-        Raises:
-            MisuseError: the store has no such pool.
-        """
-        spaces = self.spaces.get(pool) if isinstance(pool, str) else None
-        if spaces is None:
-            raise MisuseError(f"pool {pool!r}", expected=f"one of {list(self.spaces)}", got=repr(pool),
-                              remedy="name an enabled pool", clause="C3.3")
-        return spaces
-
-    def _counts(self, what: str, entries: int, wanted: Columns) -> npt.NDArray[np.int32]:
-        try:
-            counts = np.asarray(wanted)
-        except ValueError:  # a ragged list: no array of counts
-            counts = np.empty(0)
-        if counts.dtype.kind not in "iu" or counts.shape not in ((), (entries,)) or (counts < 0).any():
-            raise MisuseError(what, expected=f"a non-negative integer for all, or one for each of {entries} entries",
-                              got=repr(wanted), remedy="pass one count, or one per batch entry", clause="C14.4")
-        if (counts >= HOLD).any():  # a frontier and a count add up below 2^31
-            raise MisuseError(what, expected=f"fewer than {int(HOLD)} columns", got=repr(wanted),
-                              remedy="pass one count per batch entry", clause="C14.4")
-        return np.broadcast_to(counts, (entries,)).astype(np.int32)
-
-    def _entry_columns(self, batch: Batch, what: str, spaces: AddressSpaces, wanted: Columns) -> EntryColumns:
-        """Return the counts of batch entries, (B,) and spread over all rows; kept for one number for all."""
-        if type(wanted) is int:
-            known = batch.uniform.get(wanted)
-            if known is not None:
-                return known
-        counts = self._counts(what, len(batch), wanted)
-        entry = EntryColumns(counts, spaces.spread(batch.rows, counts))
+    def _entry_columns(self, batch: Batch, pool: str, columns: Columns) -> EntryColumns:
+        """Return the columns of batch entries, and spread over rows; kept where one number serves all entries."""
+        is_uniform = type(columns) is int
+        if is_uniform and columns in batch.by_width:
+            return batch.by_width[columns]  # type: ignore[index]
+        counts = column_counts(f"columns of a unit in pool {pool}", len(batch), columns)
+        entry = EntryColumns(counts, self.active[pool].by_row(batch.rows, counts))
         counts.setflags(write=False)  # a caller sees them, and the commit of the unit trusts them
-        entry.span.setflags(write=False)
-        if type(wanted) is int and wanted <= VERIFY_WIDTH_MAX:
-            batch.uniform[wanted] = entry
+        entry.by_row.setflags(write=False)
+        if is_uniform and columns <= VERIFY_WIDTH_MAX:  # type: ignore[operator]
+            batch.by_width[columns] = entry  # type: ignore[index]
         return entry
 
-    def _accepted_span(self, unit: SubmittedUnit, pool: str, wanted: Columns) -> Tokens:
+    def _accepted_by_row(self, unit: Submission, pool: str, columns: Columns) -> Tokens:
         if pool not in unit.written:
             raise MisuseError(f"a commit to pool {pool}", expected=f"one of {sorted(unit.written)}", got=pool,
                               remedy="commit only pools that the unit wrote", clause="C9.9")
-        counts = self._counts(f"accepted columns of {unit.label}", len(unit.rows), wanted)
-        limits = unit.written[pool].counts
+        what = f"accepted columns of {unit.label}"
+        counts = column_counts(what, len(unit.rows), columns)
+        limits = unit.written[pool].by_entry
         if (counts > limits).any():
-            raise MisuseError(f"accepted columns of {unit.label}", expected=f"at most {limits.tolist()}",
-                              got=counts.tolist(), remedy="accept at most what the unit wrote", clause="C9.5")
-        return self.spaces[pool].spread(unit.rows, counts)
+            raise MisuseError(what, expected=f"at most {limits.tolist()}", got=counts.tolist(),
+                              remedy="accept at most what the unit wrote", clause="C9.5")
+        return self.active[pool].by_row(unit.rows, counts)
 
     def _require_positions(self, batch: Batch, pool: str, entry: EntryColumns) -> None:
         """Refuse a unit that writes at or beyond max_context.  (C11.2)"""
-        first = self.spaces[pool].frontier[batch.rows].astype(np.int64)
-        beyond = np.flatnonzero(first + entry.counts > self.config.max_context)
+        first = self.active[pool].committed_end[batch.rows].astype(np.int64)
+        beyond = np.flatnonzero(first + entry.by_entry > self.config.max_context)
         if beyond.size:
             index = int(beyond[0])
-            count, position = int(entry.counts[index]), int(first[index])
+            count, position = int(entry.by_entry[index]), int(first[index])
             raise MisuseError(
                 f"a unit that writes up to position {position + count - 1} of row {int(batch.rows[index])} "
                 f"in pool {pool}",
@@ -493,3 +518,9 @@ class StoreLedgers:
                 got=f"{count} columns from position {position} on",
                 remedy="make columns at or beyond max_context inert before the launch", clause="C11.2",
             )
+
+
+def _require_tokens(operation: str, tokens: object) -> None:
+    if type(tokens) is not int:
+        raise MisuseError(operation, expected="an int, a number of tokens", got=repr(tokens),
+                          remedy="pass int(tokens)", clause="C9.10")

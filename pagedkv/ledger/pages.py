@@ -1,19 +1,23 @@
-"""LogicalPages: the identity of page content, apart from where it lies.  (C7)
+"""LogicalPages: the identity of page content, apart from where its bytes lie.  (C7)
 
-An address space's membership is an ordered list of logical pages, never of physical ids: content
-keeps its identity while replicas come and go (C16.5).  A descriptor holds, as columns:
+An address space's membership is an ordered list of logical pages, never of physical ids: content keeps its identity
+while replicas come and go (C16.5).  There are as many descriptors as Device and Host pages together.  A descriptor is
+one entry of each of these columns:
 
-    serial       int64   generation of the descriptor; 0 while it is free
-    content      int64   content epoch: advances when materialized and when committed columns are withdrawn
-    committed    int32   committed columns 0..64; derived from the frontier while the page has a writer
-    protected    int32   columns 0..64 that an inactive space protects: the maximum over them (C7.8)
-    protectors   int32   inactive spaces that protect all 64 columns
-    references   int32   address spaces that hold it
-    active       int32   those of them that are active
-    writer       int32   execution row that may append, or -1; a writer implies one reference (C7.5)
-    device       int32   page group id of the Device replica, or -1
-    block        int32   logical block at which every space holds it, or -1
-    pins         int32   transactions that read it, or are filling it (C7.4)
+    serial         int64   generation of the descriptor; 0 while it is free
+    content        int64   content epoch: advances when materialized and when committed columns are withdrawn
+    committed      int32   committed columns 0..64; derived from the row's frontier while the page has a writer
+    protected      int32   columns 0..64 that an inactive space protects: the maximum over them (C7.8)
+    protectors     int32   inactive spaces that protect all 64 columns
+    references     int32   address spaces that hold it
+    active         int32   those of them that are active
+    writer         int32   execution row that may append, or -1; a writer implies one reference (C7.5)
+    device         int32   page group id of the Device replica, or -1
+    host           int32   host page id of the Host replica, or -1
+    block          int32   logical block at which every space holds it, or -1
+    pins           int32   transactions and transfers that read it, or fill it (C7.4)
+    host_content   int64   content epoch of the Host replica
+    host_columns   int32   columns that the Host replica covers
 
 Life of a descriptor:
 
@@ -22,15 +26,16 @@ Life of a descriptor:
                             |                                                   +--+ share: references + 1
                             +--abort_copy--> free
 
-Columns are written in slices: for private pages once per window of bound pages, not once per step.
-Whether a bound page is already a member follows from its writer's `mapped_end` (C6.5, C7 preamble).
+Placements (C7.3): device only, host only, both.  A page without a Device replica may be held, shared by inactive
+spaces, protected and released; it cannot be written, copied, cut inside or activated.
 
-Every method checks its preconditions over all pages first: a refusal changes no column.  `logical`
-is always (n,) int32, distinct descriptors, or the index that `index_of` made of them; whoever calls
-several methods in a row makes it once.
+Columns are written in slices: for private pages once per window of bound pages, not once per step.  Whether a bound
+page is a member already follows from its writer's `mapped_end` (C6.5, C7 preamble).
 
-A precondition bounds the least or the greatest value of a column, because finding that costs 0.5 us
-for 64 pages, and comparing, then asking `all`, 2.2.
+Methods assert their preconditions over all pages before they write.  `logical` is always (n,) int32, distinct
+descriptors, or the index that `index_of` made of them; a caller of several methods makes that index once.  A
+precondition bounds the least or the greatest value of a column: finding that takes 0.5 us for 64 pages, where comparing
+and asking `all` takes 2.2.
 """
 
 from __future__ import annotations
@@ -48,26 +53,40 @@ Pages = Ids | Index
 
 NO_WRITER = -1
 
-_FREE = np.array([[0], [0], [0], [0], [0], [NO_WRITER], [-1], [-1]], np.int32)
-"""(8, 1): what the int32 columns, in the order drawn above, hold of a free descriptor; its pins have gone before."""
+_FREE = np.array([[0], [0], [0], [0], [0], [NO_WRITER], [-1], [-1], [-1]], np.int32)
+"""(9, 1): the int32 columns of a free descriptor, from `committed` to `block`."""
 
-_NOWHERE = slice(0, 0)
+_NO_PAGES = slice(0, 0)
 _NO_IDS: Ids = np.zeros(0, np.int32)
 _ONE = np.ones((), np.int32)  # an operand of the columns' own type: 0.4 us less than a Python 1
+
+
+def at_least(values: Columns, least: int) -> bool:
+    """Say whether no value is below `least`."""
+    return not values.size or values.item(values.argmin()) >= least
+
+
+def at_most(values: Columns, most: int) -> bool:
+    """Say whether no value is above `most`."""
+    return not values.size or values.item(values.argmax()) <= most
 
 
 class LogicalPages:
     """Descriptors of one pool as columns; index order means nothing.
 
-    Written by the methods below alone, which `address_space.py` and `retained_spaces.py` call.
+    Written by the methods below alone.
+
+    Args:
+        device_pages, host_pages: page groups of the pool, and host pages that it may hold.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, device_pages: int, host_pages: int = 0) -> None:
+        self.capacity = capacity = device_pages + host_pages
+        self.has_host_pages = host_pages > 0
         self.free_runs = FreeRuns(capacity)
         self.serial = np.zeros(capacity, np.int64)
         self.content = np.zeros(capacity, np.int64)
-        # Rows of one matrix, so that a descriptor is freed by one assignment: 0.5 us for 64 pages, column by column 2.
+        # Rows of one matrix, so that one assignment frees a descriptor: 0.5 us for 64 pages, column by column 2.
         self._columns = np.repeat(_FREE, capacity, axis=1)
         self.committed: Columns = self._columns[0]
         self.protected: Columns = self._columns[1]
@@ -76,9 +95,12 @@ class LogicalPages:
         self.active: Columns = self._columns[4]
         self.writer: Columns = self._columns[5]
         self.device: Columns = self._columns[6]
-        self.block: Columns = self._columns[7]
+        self.host: Columns = self._columns[7]
+        self.block: Columns = self._columns[8]
         self.pins = np.zeros(capacity, np.int32)
         self.pins_total = 0
+        self.host_content = np.zeros(capacity, np.int64)
+        self.host_columns = np.zeros(capacity, np.int32)
         self._stamp_next = 1
 
     # ---- private pages ----------------------------------------------------------------------------
@@ -86,7 +108,7 @@ class LogicalPages:
     def describe(self, page_ids: Ids, *, writer: int, first_block: int, after: int = -1) -> Ids:
         """Take descriptors for pages that row `writer` will map from `first_block` on.  (C7.5)
 
-        The content epoch they get is the one they show once materialized (C7.6).
+        Their content epoch is the one that they show once materialized (C7.6).
         """
         logical, at = self._take(page_ids, first_block, after)
         self.references[at] = 1
@@ -101,8 +123,8 @@ class LogicalPages:
     def page_ids(self, logical: Pages) -> Ids:
         """Return a copy of the page group ids of Device replicas, -1 where there is none."""
         at = self.free_runs.index_of(logical)
-        found: Ids = self.device[at]
-        return found.copy() if isinstance(at, slice) else found
+        page_ids: Ids = self.device[at]
+        return page_ids.copy() if isinstance(at, slice) else page_ids
 
     def renew(self, logical: Pages) -> None:
         """Begin a new life of descriptors: earlier handles are stale, the content is another.  (C7.3, C7.6)"""
@@ -111,202 +133,128 @@ class LogicalPages:
         self.renew_content(at)
 
     def renew_content(self, logical: Pages) -> None:
-        """Advance the content epoch: other bytes will stand here from now on.  (C7.6)"""
+        """Advance the content epoch: other bytes will lie here from now on.  (C7.6)"""
         at = self.free_runs.index_of(logical)
         self.content[at] = self._stamps(count_of(at))
 
     def recycle(self, logical: Pages) -> None:
-        """Free descriptors of private pages whose space ends; their generation ends.  (C7.3)"""
+        """Free descriptors without pins, and end their generation.  (C7.3)"""
         at = self.free_runs.index_of(logical)
         self.serial[at] = 0
         self._columns[:, at] = _FREE
         self.free_runs.give(at)
 
     def freeze(self, logical: Pages, committed: int) -> None:
-        """Take the writer away: from now on `committed` is what the pages hold for good.  (C7.5, C10.6)
-
-        Raises:
-            MisuseError: a page without a writer, or more than 64 columns.
-        """
+        """Take the writer away: the pages hold `committed` columns from now on.  (C7.5, C10.6)"""
         at = self.free_runs.index_of(logical)
-        self._require_least("freezing", at, self.writer[at], 0, "a page with a writer", "C7.5")
-        if not 0 <= committed <= PAGE_TOKENS:
-            raise MisuseError(f"freezing at {committed} columns", expected=f"0 to {PAGE_TOKENS}", got=committed,
-                              remedy="a page holds no more", clause="C7")
+        assert at_least(self.writer[at], 0), self._state("freezing", at)
+        assert 0 <= committed <= PAGE_TOKENS, f"{committed} columns in a page"
         self.writer[at] = NO_WRITER
         self.committed[at] = committed
 
     def thaw(self, logical: Pages, writer: int) -> None:
-        """Let row `writer` append again, or cut.  (C7.5, C10.4)
-
-        Raises:
-            MisuseError: a page with a writer, another reference, a pin, protected columns, or no Device replica.
-        """
-        what = "a writer"
+        """Let row `writer` append to pages of one space, or cut them.  (C7.5, C10.4)"""
         at = self.free_runs.index_of(logical)
-        self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C7.5")
-        self._require_sole(what, at, "C7.5")
-        self._require_least(what, at, self.device[at], 0, "a page with a Device replica", "C7.5")
-        self._require_most(what, at, self.protected[at], 0, "a page that no checkpoint protects", "C7.5")
-        self.require_unpinned(what, at)
+        assert at_most(self.writer[at], NO_WRITER), self._state("a second writer", at)
+        assert self._are_private(at), self._state("a writer of shared pages", at)
+        assert at_least(self.device[at], 0), self._state("a writer without a Device replica", at)
+        assert at_most(self.protected[at], 0), self._state("a writer of protected columns", at)
+        assert not self.pins_total or at_most(self.pins[at], 0), self._state("a writer of pinned pages", at)
         self.writer[at] = writer
 
     # ---- references -------------------------------------------------------------------------------
 
     def share(self, logical: Pages) -> None:
-        """Add a reference of an inactive space: the pages are immutable.  (C7.5, C10.5)
-
-        Raises:
-            MisuseError: a page that has a writer, is not full, or nobody holds.
-        """
+        """Add a reference of an inactive space to full pages without a writer.  (C7.5, C10.5, C16.8)"""
         at = self.free_runs.index_of(logical)
-        held = self.references[at]
-        self._require_least("sharing", at, held, 1, "a page that a space holds", "C7.5")
-        self._require_most("sharing", at, self.writer[at], NO_WRITER, "a page without a writer", "C7.5")
-        self._require_least("sharing", at, self.committed[at], PAGE_TOKENS, "a full page", "C16.8")
-        self.references[at] = held + _ONE
+        references = self.references[at]
+        assert at_least(references, 1), self._state("sharing pages that nobody holds", at)
+        assert at_most(self.writer[at], NO_WRITER), self._state("sharing pages with a writer", at)
+        assert at_least(self.committed[at], PAGE_TOKENS), self._state("sharing pages that are not full", at)
+        self.references[at] = references + _ONE
 
     def share_active(self, logical: Pages) -> None:
-        """Add an active reference: `share` and `activate` in one, for a Fork.  (C7.5, C10.5)
-
-        Raises:
-            MisuseError: a page that has a writer, is not full, nobody holds, or has no Device replica.
-        """
+        """Add an active reference: `share` and `activate` in one, for a Fork.  (C7.5, C7.7, C10.5)"""
         at = self.free_runs.index_of(logical)
-        self._require_least("sharing", at, self.device[at], 0, "a page with a Device replica", "C7.7")
+        assert at_least(self.device[at], 0), self._state("activating pages without a Device replica", at)
         self.share(at)
         self.active[at] += _ONE
 
     def activate(self, logical: Pages) -> None:
-        """Turn one reference of each page into an active one.  (C7.7)
-
-        Raises:
-            MisuseError: every reference is active already, or the page has no Device replica.
-        """
-        what = "an active reference"
+        """Turn one inactive reference of each page into an active one.  (C7.7)"""
         at = self.free_runs.index_of(logical)
         active = self.active[at]
-        self._require_least(what, at, self.references[at] - active, 1, "a page with an inactive reference", "C7")
-        self._require_least(what, at, self.device[at], 0, "a page with a Device replica", "C7.7")
+        assert at_least(self.references[at] - active, 1), self._state("activating", at)
+        assert at_least(self.device[at], 0), self._state("activating pages without a Device replica", at)
         self.active[at] = active + _ONE
 
     def deactivate(self, logical: Pages) -> None:
-        """Turn one active reference of each page into an inactive one; a writer goes first.  (C9.8)
-
-        Raises:
-            MisuseError: no reference is active, or the page has a writer.
-        """
-        what = "giving up an active reference"
+        """Turn one active reference of each page, which has no writer, into an inactive one.  (C9.8)"""
         at = self.free_runs.index_of(logical)
         active = self.active[at]
-        self._require_least(what, at, active, 1, "a page with an active reference", "C9.8")
-        self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C9.8")
+        assert at_least(active, 1), self._state("deactivating", at)
+        assert at_most(self.writer[at], NO_WRITER), self._state("deactivating pages with a writer", at)
         self.active[at] = active - _ONE
 
     def release(self, logical: Pages) -> Ids:
-        """Drop one inactive reference of each page; descriptors whose last one went are freed.  (C7.3, C9.8)
+        """Drop one inactive reference of each page, and free descriptors without a reference.  (C7.3, C9.8)
 
         Returns:
-            The page group ids of the Device replicas that went with them, in the order given.
-
-        Raises:
-            MisuseError: every reference is active, or the last one of a pinned page would go.
+            The page group ids of freed descriptors in the order given, -1 where there was no Device replica.
         """
         at = self.free_runs.index_of(logical)
-        self.require_releasable(at)
+        assert at_least(self.references[at] - self.active[at], 1), self._state("releasing", at)
         return self._drop_reference(at)
 
     def release_active(self, logical: Pages) -> Ids:
-        """Drop one active reference of each page: `deactivate` and `release` in one, for a finish.  (C9.8)
-
-        Returns:
-            The page group ids of the Device replicas that went with them, in the order given.
-
-        Raises:
-            MisuseError: no reference is active, the page has a writer, or the last reference of a pinned page would go.
-        """
-        what = "giving up an active reference"
+        """Drop one active reference of each page: `deactivate` and `release` in one, for a finish.  (C9.8)"""
         at = self.free_runs.index_of(logical)
         active = self.active[at]
-        self._require_least(what, at, active, 1, "a page with an active reference", "C9.8")
-        self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C9.8")
-        self.require_unpinned(what, at)
-        self.active[at] = active - _ONE
-        return self._drop_reference(at)
-
-    def require_private(self, logical: Pages, what: str) -> None:
-        """Refuse pages that another space references.  (C9.6, C9.10)"""
-        at = self.free_runs.index_of(logical)
-        self._require_most(what, at, self.references[at], 1, "a page of one space", "C9.10")
-
-    def require_releasable(self, logical: Pages) -> None:
-        """Refuse pages of which no inactive reference can go.  (C9.8)"""
-        at = self.free_runs.index_of(logical)
-        self._require_least("a release", at, self.references[at] - self.active[at], 1,
-                            "a page with an inactive reference", "C9.8")
-        self.require_unpinned("a release", at)
+        assert at_least(active, 1), self._state("releasing actively", at)
+        assert at_most(self.writer[at], NO_WRITER), self._state("releasing pages with a writer", at)
+        left = active - _ONE  # a copy: `active` may be a view
+        page_ids = self._drop_reference(at)
+        self.active[at] = left
+        return page_ids
 
     # ---- protection and content -------------------------------------------------------------------
 
     def raise_protection(self, logical: Pages, before: Columns, columns: Columns) -> None:
-        """Let one inactive space protect `columns` of each page instead of `before`, which is less.  (C7.8)
-
-        Raises:
-            MisuseError: more columns than are committed, or a page with a writer.
-        """
+        """Let one inactive space protect `columns` of each page instead of `before`, which is less.  (C7.8)"""
         at = self.free_runs.index_of(logical)
-        self._require_most("protection", at, self.writer[at], NO_WRITER, "a page without a writer", "C7.8")
-        for low, high in ((before, columns), (columns, self.committed[at])):
-            self._require_least("protection", at, high - low, 0, "at most the committed columns", "C7.8")
+        assert at_most(self.writer[at], NO_WRITER), self._state("protecting pages with a writer", at)
+        assert at_least(columns - before, 0), self._state("raising protection", at)
+        assert at_least(self.committed[at] - columns, 0), self._state("protecting what is not committed", at)
         self.protectors[at] += (columns >> PAGE_SHIFT) - (before >> PAGE_SHIFT)
         self.protected[at] = np.maximum(self.protected[at], columns)
 
     def lower_protection(self, logical: Pages, before: Columns, most: Columns) -> None:
-        """Let one inactive space protect less than `before`; `most` is what any space protects partly now.  (C7.8)
-
-        Raises:
-            MisuseError: a page that is protected less than `before`.
-        """
-        what, expected = "giving up protection", "a page that is protected so far"
+        """Let one inactive space protect less than `before`; `most` is what any space protects partly now.  (C7.8)"""
         at = self.free_runs.index_of(logical)
         left = self.protectors[at] - (before >> PAGE_SHIFT)
-        self._require_least(what, at, left, 0, expected, "C7.8")
-        self._require_least(what, at, self.protected[at] - before, 0, expected, "C7.8")
+        assert at_least(left, 0), self._state("lowering protection", at)
+        assert at_least(self.protected[at] - before, 0), self._state("lowering protection", at)
         self.protectors[at] = left
         self.protected[at] = np.maximum(np.minimum(left, _ONE) << PAGE_SHIFT, most)
 
     def withdraw(self, logical: Pages, columns: int) -> None:
-        """Cut committed columns of pages without a writer: other content from now on.  (C7.6, C9.10)
-
-        Raises:
-            MisuseError: columns below the protected or above the committed ones, a page with a writer, another
-                reference or a pin.
-        """
-        what = f"a cut to {columns} columns"
+        """Cut committed columns of pages of one space without a writer: other content from now on.  (C7.6, C9.10)"""
         at = self.free_runs.index_of(logical)
         committed = self.committed[at]
-        self._require_most(what, at, self.writer[at], NO_WRITER, "a page without a writer", "C9.10")
-        self._require_sole(what, at, "C9.10")
-        self._require_most(what, at, self.protected[at], columns, "a page not protected beyond that", "C9.10")
-        self._require_least(what, at, committed, columns, "a page with as many committed", "C9.10")
-        self.require_unpinned(what, at)
-        if not committed.size or highest(committed) == columns:
-            return
-        changed = self._where(at, committed > columns)
-        self.committed[changed] = columns
-        self.renew_content(changed)
+        assert at_most(self.writer[at], NO_WRITER), self._state("a cut of pages with a writer", at)
+        assert self._are_private(at), self._state("a cut of shared pages", at)
+        assert at_most(self.protected[at], columns), self._state(f"a cut to {columns} protected columns", at)
+        assert at_least(committed, columns), self._state(f"a cut to {columns} columns", at)
+        if committed.size and highest(committed) > columns:
+            changed = self._where(at, committed > columns)
+            self.committed[changed] = columns
+            self.renew_content(changed)
 
-    # ---- transactions -----------------------------------------------------------------------------
+    # ---- copies and pins --------------------------------------------------------------------------
 
     def describe_copy(self, page_ids: Ids, *, block: int, columns: int, after: int = -1) -> Ids:
-        """Take descriptors that a copy of `columns` committed columns will fill; pinned until it ends.  (C7.4)
-
-        Raises:
-            MisuseError: no column, or more than 64.
-        """
-        if not 1 <= columns <= PAGE_TOKENS:
-            raise MisuseError(f"a copy of {columns} columns", expected=f"1 to {PAGE_TOKENS}", got=columns,
-                              remedy="an aligned frontier copies nothing", clause="C10.5")
+        """Take descriptors that a copy of `columns` committed columns will fill; pinned until it ends.  (C7.4)"""
+        assert 1 <= columns <= PAGE_TOKENS, f"a copy of {columns} columns"
         logical, at = self._take(page_ids, block, after)
         self.committed[at] = columns
         self.pins[at] = 1
@@ -314,61 +262,95 @@ class LogicalPages:
         return logical
 
     def publish_copy(self, logical: Pages, *, writer: int, active: int) -> None:
-        """Give filled descriptors to one space: `active` 1 with its row as writer, or 0 and no writer.  (C7.4)
-
-        Raises:
-            MisuseError: a page that no copy fills.
-        """
+        """Give filled descriptors to one space: `active` 1 with its row as writer, or 0 and no writer.  (C7.4)"""
         at = self.free_runs.index_of(logical)
-        self._require_filled("the publication of a copy", at)
+        self._require_filled("publishing a copy", at)
         self._unpin(at)
         self.references[at] = 1
         self.active[at] = active
         self.writer[at] = writer
 
     def abort_copy(self, logical: Pages) -> None:
-        """Free descriptors whose copy did not end well.  (C7.4, C10.2)
-
-        Raises:
-            MisuseError: a page that no copy fills.
-        """
+        """Free descriptors whose copy did not end well.  (C7.4, C10.2)"""
         at = self.free_runs.index_of(logical)
-        self._require_filled("the abort of a copy", at)
+        self._require_filled("aborting a copy", at)
         self._unpin(at)
         self.recycle(at)
 
     def pin(self, logical: Pages) -> None:
-        """Hold sources of a copy: while pinned they are neither released, cut nor written.  (C7.4)
-
-        Raises:
-            MisuseError: a page without a Device replica, one that is being filled, or one that nobody holds.
-        """
+        """Hold pages of some space while a copy reads them: they are not released, cut or written.  (C7.4)"""
         at = self.free_runs.index_of(logical)
-        self._require_least("a pin", at, self.device[at], 0, "a page with a Device replica", "C7.4")
-        self._require_least("a pin", at, self.references[at], 1, "a page that a space holds", "C7.4")
+        assert at_least(self.references[at], 1), self._state("pinning pages that nobody holds", at)
         self.pins[at] += _ONE
         self.pins_total += count_of(at)
 
     def unpin(self, logical: Pages) -> None:
-        """Undo one `pin`.
-
-        Raises:
-            MisuseError: a page that is not pinned (S35).
-        """
+        """Undo one `pin` (S35)."""
         at = self.free_runs.index_of(logical)
-        self._require_least("an unpin", at, self.pins[at], 1, "a pinned source", "C7.4")
-        self._require_least("an unpin", at, self.references[at], 1, "a pinned source", "C7.4")
+        assert at_least(self.pins[at], 1), self._state("unpinning", at)
+        assert at_least(self.references[at], 1), self._state("unpinning", at)
         self._unpin(at)
 
-    def require_unpinned(self, what: str, logical: Pages) -> None:
-        """Refuse pages that a transaction reads or fills, unless another space holds them meanwhile.  (C7.4)
+    # ---- replicas ---------------------------------------------------------------------------------
 
-        Of a shared page one reference may go: whoever pinned it claims a space that holds it.
+    def add_host(self, logical: Pages, host_pages: Ids, columns: Columns) -> None:
+        """Note Host replicas that hold `columns` of the present content.  (C7.2, C7.6)"""
+        at = self.free_runs.index_of(logical)
+        assert at_most(self.host[at], -1), self._state("a second Host replica", at)
+        self.host[at] = host_pages
+        self.host_content[at] = self.content[at]
+        self.host_columns[at] = columns
+
+    def add_device(self, logical: Pages, page_ids: Ids) -> None:
+        """Note Device replicas, restored from the Host.  (C7.4)"""
+        at = self.free_runs.index_of(logical)
+        assert at_most(self.device[at], -1), self._state("a second Device replica", at)
+        self.device[at] = page_ids
+
+    def drop_host(self, logical: Pages) -> Ids:
+        """Forget Host replicas of pages that keep their Device replica, and return their ids.  (C7.7)"""
+        at = self.free_runs.index_of(logical)
+        assert at_least(self.host[at], 0), self._state("dropping no Host replica", at)
+        assert at_least(self.device[at], 0), self._state("dropping the last replica", at)
+        self._require_idle(at)
+        host_pages = self.host[at].copy()
+        self.host[at] = -1
+        return host_pages
+
+    def drop_device(self, logical: Pages) -> Ids:
+        """Forget Device replicas of pages whose Host replica is valid, and return their page group ids.  (C7.7)"""
+        at = self.free_runs.index_of(logical)
+        assert at_least(self.device[at], 0), self._state("dropping no Device replica", at)
+        assert self._host_is_valid(at), self._state("dropping the last valid replica", at)
+        self._require_idle(at)
+        page_ids = self.page_ids(at)
+        self.device[at] = -1
+        return page_ids
+
+    # ---- refusals ---------------------------------------------------------------------------------
+
+    def require_unpinned(self, what: str, logical: Pages) -> None:
+        """Refuse pages that a copy reads or fills, unless another space holds them meanwhile.  (C7.4)
+
+        Of a shared page one reference may be dropped: the owner of the pin claims a space that holds it.
         """
         if self.pins_total:
             at = self.free_runs.index_of(logical)
-            is_kept = (self.pins[at] == 0) | (self.references[at] > 1)
-            self._require(what, at, is_kept, "a page that no copy uses", "C7.4")
+            is_free = (self.pins[at] == 0) | (self.references[at] > 1)
+            self._refuse(what, at, is_free, "a page that no copy uses", "wait for the copy, or abort it", "C7.4")
+
+    def require_private(self, what: str, logical: Pages) -> None:
+        """Refuse pages that another space references.  (C9.6, C9.10)"""
+        at = self.free_runs.index_of(logical)
+        if not at_most(self.references[at], 1):
+            self._refuse(what, at, self.references[at] <= 1, "a page of one space",
+                         "finish or release the other spaces first", "C9.10")
+
+    def require_on_device(self, what: str, logical: Pages) -> None:
+        """Refuse pages without a Device replica.  (C7.7)"""
+        at = self.free_runs.index_of(logical)
+        if not at_least(self.device[at], 0):
+            self._refuse(what, at, self.device[at] >= 0, "a page with a Device replica", "restore it first", "C7.7")
 
     # ---- helpers ----------------------------------------------------------------------------------
 
@@ -381,12 +363,15 @@ class LogicalPages:
         return logical, at
 
     def _drop_reference(self, at: Index) -> Ids:
-        self.references[at] = left = self.references[at] - _ONE
-        gone = self._where_zero(at, left)
-        if gone is _NOWHERE:
+        left = self.references[at] - _ONE
+        if not left.size or lowest(left):  # no value is negative, and mostly all or none is 0
+            self.references[at] = left
             return _NO_IDS
-        page_ids = self.page_ids(gone)
-        self.recycle(gone)
+        freed = self._where(at, left == 0) if highest(left) else at
+        assert not self.pins_total or at_most(self.pins[freed], 0), self._state("freeing pinned pages", freed)
+        self.references[at] = left
+        page_ids = self.page_ids(freed)
+        self.recycle(freed)
         return page_ids
 
     def _unpin(self, at: Index) -> None:
@@ -398,50 +383,47 @@ class LogicalPages:
         self._stamp_next += count
         return np.arange(first, first + count)
 
-    def _where_zero(self, at: Index, values: Columns) -> Index:
-        """Return the descriptors whose value is 0, in order; no value is negative, and all or none is usual."""
-        if not values.size or lowest(values):
-            return _NOWHERE
-        return self._where(at, values == 0) if highest(values) else at
-
     def _where(self, at: Index, mask: Mask) -> Index:
         """Return the descriptors at which a condition holds, in order."""
-        found = mask.nonzero()[0]
-        chosen = found + at.start if isinstance(at, slice) else at[found]
+        positions = mask.nonzero()[0]
+        chosen = positions + at.start if isinstance(at, slice) else at[positions]
         return self.free_runs.index_of(chosen.astype(np.int32))
 
+    def _are_private(self, at: Index) -> bool:
+        references = self.references[at]
+        return at_least(references, 1) and at_most(references, 1)
+
+    def _host_is_valid(self, at: Index) -> bool:
+        """Say whether each page has a Host replica of its content that covers its committed columns.  (C7.2)"""
+        is_covered = at_least(self.host[at], 0) and at_least(self.host_columns[at] - self.committed[at], 0)
+        return is_covered and bool((self.host_content[at] == self.content[at]).all())
+
+    def _require_idle(self, at: Index) -> None:
+        assert at_most(self.active[at], 0), self._state("moving pages of an active space", at)
+        assert at_most(self.writer[at], NO_WRITER), self._state("moving pages with a writer", at)
+        assert at_most(self.pins[at], 0), self._state("moving pinned pages", at)
+
     def _require_filled(self, what: str, at: Index) -> None:
-        pins, expected = self.pins[at], "a page that a copy fills"
-        self._require_most(what, at, self.references[at], 0, expected, "C7.4")
-        self._require_least(what, at, pins, 1, expected, "C7.4")
-        self._require_most(what, at, pins, 1, expected, "C7.4")
+        pins = self.pins[at]
+        is_filled = at_most(self.references[at], 0) and at_least(pins, 1) and at_most(pins, 1)
+        assert is_filled, self._state(what, at)
 
-    def _require_sole(self, what: str, at: Index, clause: str) -> None:
-        """Refuse pages that nobody or another space references."""
-        references, expected = self.references[at], "a page of one space"
-        self._require_least(what, at, references, 1, expected, clause)
-        self._require_most(what, at, references, 1, expected, clause)
+    def _state(self, what: str, at: Index) -> str:
+        """Describe pages whose precondition does not hold."""
+        pages = range(at.start, at.stop) if isinstance(at, slice) else at.tolist()
+        return f"{what}: " + ", ".join(f"logical page {page}: {self._columns_of(page)}" for page in [*pages][:4])
 
-    def _require_least(self, what: str, at: Index, values: Columns, least: int, expected: str, clause: str) -> None:
-        """Refuse an operation unless every page's value is at least so much."""
-        if values.size and values.item(values.argmin()) < least:
-            self._require(what, at, values >= least, expected, clause)
-
-    def _require_most(self, what: str, at: Index, values: Columns, most: int, expected: str, clause: str) -> None:
-        """Refuse an operation unless every page's value is at most so much."""
-        if values.size and values.item(values.argmax()) > most:
-            self._require(what, at, values <= most, expected, clause)
-
-    def _require(self, what: str, at: Index, holds: Mask, expected: str, clause: str) -> None:
-        """Refuse an operation unless the condition holds for every page; names the first that fails."""
-        if holds.all():
-            return
-        first = int(holds.argmin())
-        page = at.start + first if isinstance(at, slice) else int(at[first])
-        raise MisuseError(
-            f"{what} of logical page {page}", expected=expected,
-            got=f"references {self.references[page]} (active {self.active[page]}), writer {self.writer[page]}, "
-                f"committed {self.committed[page]}, protected {self.protected[page]}, pins {self.pins[page]}, "
-                f"page group {self.device[page]}",
-            remedy="finish, release or truncate what stands in the way first", clause=clause, logical=page,
+    def _columns_of(self, page: int) -> str:
+        return (
+            f"references {self.references[page]} (active {self.active[page]}), writer {self.writer[page]}, "
+            f"committed {self.committed[page]}, protected {self.protected[page]}, pins {self.pins[page]}, "
+            f"page group {self.device[page]}, host page {self.host[page]}"
         )
+
+    def _refuse(self, what: str, at: Index, holds: Mask, expected: str, remedy: str, clause: str) -> None:
+        """Refuse an operation unless the condition holds for every page; names the first page that fails."""
+        if not holds.all():
+            first = int(holds.argmin())
+            page = at.start + first if isinstance(at, slice) else int(at[first])
+            raise MisuseError(f"{what} of logical page {page}", expected=expected, got=self._columns_of(page),
+                              remedy=remedy, clause=clause, logical=page)

@@ -2,14 +2,14 @@
 
 A sequence bundles one address space per enabled pool (C10.1).  Its life:
 
-    activate   reserve in every pool, lease an execution row      all or nothing (C10.2), `activation.py`
+    activate   reserve in every pool, lease an execution row      all or nothing (C10.2), `transaction.py`
     units      map, publish, launch, commit, trim                 per pool (C9.9)
-    finish     trim, give up reservation and row, then retain     at a boundary (C9.8), `ledgers.py`
+    finish     trim, give up reservation and row, then retain     at a boundary (C9.8), `ledger.py`
                or release the pages
 
-An execution row is leased in every pool's table at once, so one number selects the sequence in all of
-them; it owns no page, no reservation and no frontier (C9.7).  Handles carry the row's serial: one
-that outlived its sequence is refused.
+An execution row is leased in every pool's table at once, so one number selects the sequence in all of them.  The row
+owns no page, no reservation and no frontier (C9.7).  Handles carry the row's serial: a handle that outlived its
+sequence is refused.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Sequence:
 
 
 class Sequences:
-    """Execution rows, and which sequence holds each.
+    """Execution rows, and the sequence that holds each.
 
     Attributes:
         serials: (C,) int64, serial of the sequence that holds a row, 0 while it is free.
         budget_tokens: (C,) int32, tokens that sequence may hold: what came from a source, prompt and output.
-        stamp: moves whenever a row is leased or returned; batches revalidate only then.  No two stores share a value,
+        stamp: changes whenever a row is leased or returned; batches revalidate only then.  No two stores share a value,
             so a batch of another store is revalidated too, and refused.
 
     They are written by `publish` and `end` alone.
@@ -53,10 +53,9 @@ class Sequences:
         self._free_rows = list(range(rows - 1, -1, -1))
         self._serial_next = 1
 
-    @property
-    def active_count(self) -> int:
-        """Sequences that hold an execution row."""
-        return self.serials.size - len(self._free_rows)
+    def handles(self) -> list[Sequence]:
+        """Return a handle of every active sequence, in ascending order of rows."""
+        return [Sequence(self.store_id, row, self.serials.item(row)) for row in self.active_rows()]
 
     def active_rows(self) -> list[int]:
         """Return the leased rows in ascending order."""
@@ -83,34 +82,30 @@ class Sequences:
     def publish(self, row: int, budget_tokens: int) -> Sequence:
         """Let a leased row be an active sequence.  (C10.3)"""
         serial = self._serial_next
-        self.serials[row] = serial
         self._serial_next = serial + 1
+        self.serials[row] = serial
         self.budget_tokens[row] = budget_tokens
         self.stamp += 1
         return Sequence(self.store_id, row, serial)
 
-    def end(self, sequence: Sequence) -> None:
-        """End a sequence whose spaces were closed or detached, and return its row.  (C9.8)"""
-        self.serials[sequence.row] = 0
-        self.budget_tokens[sequence.row] = 0
-        self.return_row(sequence.row)
+    def end(self, row: int) -> None:
+        """End the sequence of a row, whose spaces were closed or detached, and return the row.  (C9.8)"""
+        self.serials[row] = 0
+        self.budget_tokens[row] = 0
+        self.return_row(row)
         self.stamp += 1
 
     def require_current(self, sequence: Sequence) -> None:
-        """Refuse a handle of another store or of a sequence that has ended.  (C10.1)
-
-        Raises:
-            StaleHandle: the row is free or serves another sequence.
-        """
+        """Refuse a handle of another store or of a sequence that has ended.  (C10.1)"""
         if not isinstance(sequence, Sequence):
             raise MisuseError("a handle", expected="the Sequence that activate returned", got=repr(sequence),
                               remedy="pass the handle; try_activate may have answered with a Refusal", clause="C10.1")
-        known = (
+        is_known = (
             type(sequence.store_id) is int and sequence.store_id == self.store_id
             and type(sequence.row) is int and 0 <= sequence.row < self.serials.size
             and type(sequence.serial) is int and sequence.serial > 0
         )
-        if not known or self.serials[sequence.row] != sequence.serial:
+        if not is_known or self.serials[sequence.row] != sequence.serial:
             raise StaleHandle(f"{sequence}", expected="an active sequence of this store",
                               got="one that was finished, or of another store",
                               remedy="use the handle that activate returned, until finish", clause="C10.1")

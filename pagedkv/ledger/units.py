@@ -1,4 +1,4 @@
-"""UnitGuard: what a submitted unit freezes until it completes.  (C12)
+"""Units: what a submitted unit freezes until it completes.  (C12)
 
 Life of a unit:
 
@@ -6,9 +6,9 @@ Life of a unit:
       pages mapped, slices published,          frontiers advance (C9.5) | stay
       rows frozen: no trim, truncate, finish   rows are thawed
 
-From `begin` on, the table entries, memberships and pages of the block range that the unit may read
-or write do not change (C12.1).  Rows in flight are bits of one integer, so asking is a single AND.
-A row is selected by one unit at a time.
+From `begin` on, the table entries, memberships and pages of the block range that the unit may read or write do not
+change (C12.1).  Rows in flight are bits of one integer, so asking for them is a single AND.  One unit at a time selects
+a row.
 """
 
 from __future__ import annotations
@@ -19,22 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.errors import MisuseError, UnitInFlight
-
-
-@dataclass(frozen=True)
-class EntryColumns:
-    """Columns of batch entries in one pool: (B,) int32, and the same spread over all execution rows."""
-
-    counts: npt.NDArray[np.int32]
-    span: npt.NDArray[np.int32]
+from pagedkv.ledger.batch import Batch, EntryColumns
 
 
 @dataclass(eq=False)
-class SubmittedUnit:
-    """One unit in flight: its rows in batch order and the columns it may write in each pool.
+class Submission:
+    """One unit in flight: its rows in batch order and the columns that it may write in each pool.
 
-    Made by `Store.begin_unit`.  `written[pool].counts` is (B,) int32: columns that entry b may write,
-    from `first_positions[pool][b]` on.  `is_open` is written by the guard alone.
+    Made by `Store.begin_unit`.  `columns[pool]` is (B,) int32: what entry b may write, from
+    `first_positions[pool][b]` on.  `is_open` is written by `Units` alone.
     """
 
     number: int
@@ -48,7 +41,7 @@ class SubmittedUnit:
     @property
     def columns(self) -> dict[str, npt.NDArray[np.int32]]:
         """Columns that each entry may write, by pool."""
-        return {pool: entry.counts for pool, entry in self.written.items()}
+        return {pool: columns.by_entry for pool, columns in self.written.items()}
 
     @property
     def label(self) -> str:
@@ -56,69 +49,53 @@ class SubmittedUnit:
         return f"{self.name}#{self.number}"
 
 
-def rows_mask_of(rows: npt.NDArray[np.int64]) -> int:
-    """Return the rows as bits of one integer."""
-    mask = 0
-    for row in rows.tolist():
-        mask |= 1 << row
-    return mask
-
-
-class UnitGuard:
+class Units:
     """The units in flight of one store.
 
     Attributes:
         rows_in_flight: rows that a unit selects, as bits of one integer; written by `begin` and `end` alone.
-        units: the units in flight, in the order of their begin; likewise.
+        in_flight: the units, in the order of their begin; likewise.
     """
 
     def __init__(self) -> None:
         self.rows_in_flight = 0
-        self.units: list[SubmittedUnit] = []
+        self.in_flight: list[Submission] = []
         self._number_next = 1
 
     def begin(
-        self, name: str, rows: npt.NDArray[np.int64], rows_mask: int,
-        written: dict[str, EntryColumns], first_positions: dict[str, npt.NDArray[np.int32]],
-    ) -> SubmittedUnit:
+        self, name: str, batch: Batch, written: dict[str, EntryColumns],
+        first_positions: dict[str, npt.NDArray[np.int32]],
+    ) -> Submission:
         """Freeze the rows for a new unit; the caller asked `require_thawed` first."""
-        assert not self.rows_in_flight & rows_mask, "a row in flight is selected again"
-        unit = SubmittedUnit(self._number_next, name, rows, rows_mask, written, first_positions)
+        assert not self.rows_in_flight & batch.rows_mask, "a row in flight is selected again"
+        unit = Submission(self._number_next, name, batch.rows, batch.rows_mask, written, first_positions)
         self._number_next += 1
-        self.rows_in_flight |= rows_mask
-        self.units.append(unit)
+        self.rows_in_flight |= batch.rows_mask
+        self.in_flight.append(unit)
         return unit
 
-    def end(self, unit: SubmittedUnit) -> None:
+    def end(self, unit: Submission) -> None:
         """Thaw the rows of a unit that completed."""
-        self.units.remove(unit)
+        self.in_flight.remove(unit)
         self.rows_in_flight &= ~unit.rows_mask
         unit.is_open = False
 
-    def require_open(self, unit: SubmittedUnit, operation: str) -> None:
-        """Refuse a unit that was ended already, or that belongs to another store.  (C12.3)
-
-        Raises:
-            MisuseError: names the operation and the unit.
-        """
-        if not isinstance(unit, SubmittedUnit):
+    def require_open(self, unit: Submission, operation: str) -> None:
+        """Refuse a unit that was ended already, or that belongs to another store.  (C12.3)"""
+        if not isinstance(unit, Submission):
             raise MisuseError(operation, expected="the unit that begin_unit returned", got=repr(unit),
                               remedy="keep the unit until its commit", clause="C12.3")
-        if not unit.is_open or unit not in self.units:
+        if not unit.is_open or unit not in self.in_flight:
             raise MisuseError(f"{operation} of unit {unit.label}", expected="a unit in flight of this store",
                               got="one that has ended", remedy="end each unit exactly once", clause="C12.3")
 
     def require_thawed(self, rows_mask: int, operation: str, pool: str = "main") -> None:
-        """Refuse an operation on rows that a unit in flight selects.  (C12.2)
-
-        Raises:
-            UnitInFlight: names the first such row and its unit.
-        """
+        """Refuse an operation on rows that a unit in flight selects; names the first such row and its unit.  (C12.2)"""
         frozen = self.rows_in_flight & rows_mask
         if not frozen:
             return
         row = (frozen & -frozen).bit_length() - 1
-        unit = next(unit for unit in self.units if unit.rows_mask >> row & 1)
+        unit = next(unit for unit in self.in_flight if unit.rows_mask >> row & 1)
         raise UnitInFlight(
             f"{operation} of row {row} of pool {pool}", expected="a boundary of the row",
             got=f"a row in use by unit {unit.label} until it completes",

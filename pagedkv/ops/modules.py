@@ -1,4 +1,4 @@
-"""Which compiled modules serve a (profile, head_dim), and the set that ships.  (C4.1, C4.5)
+"""The compiled modules: which of them serves a (profile, head_dim), the set that ships, loading.  (C4.1, C4.5)
 
     module            sources                          constants                kernels
     bf16_d64, ...     append.cu, causal_attention.cu   PK_PROFILE, PK_HEAD_DIM  append_rows, append_prefix,
@@ -17,7 +17,10 @@ geometry of a profile.  A shape outside the shipped set compiles on demand.
 
 from __future__ import annotations
 
-from pagedkv.devices.protocol import ModuleSpec
+from collections.abc import Callable
+from typing import Protocol
+
+from pagedkv.devices.protocol import Device, Kernel, ModuleSpec
 from pagedkv.errors import ConfigError
 from pagedkv.values.profiles import (
     HEAD_DIMS_CONTEXT,
@@ -31,17 +34,18 @@ from pagedkv.values.profiles import (
 PROFILE_NUMBERS: dict[str, int] = {"bf16": 0, "int8-g64": 1, "fp8-e4m3-row": 2, "nvfp4-g16": 3, "k8v4": 4}
 """PK_PROFILE in `cuda_src/kernels/codec.cuh`."""
 
+ATTENTION_KERNELS = ("append_rows", "append_prefix", "encode_unrotated", "causal_attention_decode",
+                     "causal_attention_merge", "causal_attention_prefill")
+CONTEXT_KERNELS = ("context_attention", "context_attention_merge")
+PAGE_MOVE_KERNELS = ("fill_pages", "pack_pages", "unpack_pages", "copy_columns", "bf16_from_f32", "f32_from_bf16")
+
 SHIPPED_HEAD_DIMS_BF16: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
 
 assert PROFILE_NUMBERS.keys() == PROFILES.keys(), "every profile has kernels (C4.1)"
 
 
 def attention_module(profile: str | Profile, head_dim: int) -> ModuleSpec:
-    """Return the module with append and causal attention of one (profile, head_dim).
-
-    Raises:
-        ConfigError: unknown profile, or a head_dim that it does not support (C4.5).
-    """
+    """Return the module with append and causal attention of one (profile, head_dim)."""
     resolved = resolve_profile(profile)
     check_head_dim(resolved, head_dim)
     return ModuleSpec(
@@ -52,11 +56,7 @@ def attention_module(profile: str | Profile, head_dim: int) -> ModuleSpec:
 
 
 def context_module(head_dim: int) -> ModuleSpec:
-    """Return the module with context attention over a BF16 draft pool of one head_dim.
-
-    Raises:
-        ConfigError: a head_dim other than 64 and 128 (C14.4).
-    """
+    """Return the module with context attention over a BF16 draft pool of one head_dim."""
     if type(head_dim) is not int or head_dim not in HEAD_DIMS_CONTEXT:
         raise ConfigError("head_dim of context attention", expected=" or ".join(map(str, HEAD_DIMS_CONTEXT)),
                           got=repr(head_dim), remedy="use a draft of a supported head_dim", clause="C14.4")
@@ -89,3 +89,39 @@ def shipped_modules() -> tuple[ModuleSpec, ...]:
         page_moves_module(),
         linear_module(),
     )
+
+
+class Kernels:
+    """The kernels of one device by module; a module is compiled and loaded at its first use."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._loaded: dict[tuple[str, str, int], dict[str, Kernel]] = {}
+
+    def attention(self, profile: Profile, head_dim: int) -> dict[str, Kernel]:
+        """Return append and causal attention of one (profile, head_dim)."""
+        return self._load(("attention", profile.name, head_dim), lambda: attention_module(profile, head_dim),
+                          ATTENTION_KERNELS)
+
+    def context(self, head_dim: int) -> dict[str, Kernel]:
+        """Return context attention of one head_dim."""
+        return self._load(("context", "bf16", head_dim), lambda: context_module(head_dim), CONTEXT_KERNELS)
+
+    def page_moves(self) -> dict[str, Kernel]:
+        """Return the kernels that know no profile."""
+        return self._load(("page moves", "", 0), page_moves_module, PAGE_MOVE_KERNELS)
+
+    def _load(
+        self, key: tuple[str, str, int], spec: Callable[[], ModuleSpec], names: tuple[str, ...]
+    ) -> dict[str, Kernel]:
+        kernels = self._loaded.get(key)
+        if kernels is None:
+            module = self._device.load(spec())
+            kernels = self._loaded[key] = {name: module.kernel(name) for name in names}
+        return kernels
+
+
+class HasKernels(Protocol):
+    """The first parameter of every op: `Ops`, whose methods the ops are."""
+
+    kernels: Kernels

@@ -1,19 +1,18 @@
-"""The journal: every ledger decision of a store as one JSON line, so that a run can be repeated without a device.
+"""The journal: every decision of a store's ledger as one JSON line, so that a run can be repeated without a device.
 
-    {"schema": 1, "store_id": 7, "window_pages": 64, "config": {...}}
+    {"schema": 2, "store_id": 7, "window_pages": 64, "config": {...}}
     {"revision": 1, "operation": "prepare_activation", "arguments": {...}, "answer": {...},
      "state": {"main": [0, 3, 5]}}
     {"revision": 2, "operation": "finish", "arguments": {...}, "refused": {"error": "UnitInFlight", "clause": "C12.2"},
      "state": ...}
 
-`state` is (allocated, reserved, available) of each pool after the operation, so that drift is seen at once (C6.2).  A
-Refusal is written with its fields under "refused".  `JournaledLedgers` is a layer around `StoreLedgers`: a store that
-keeps no journal never passes through it.
+`state` is (allocated, reserved, available) of each pool after the operation, so that drift shows at once (C6.2).  A
+Refusal is written with its fields under "refused".
 
-A line is written and flushed after its operation, so a crash leaves what happened.  The operation stands whatever
-becomes of its line, and is answered as ever: an error instead would lose a handle and what is to be published.  When a
-line cannot be written, that is logged at once as an error, the journal ends there (what it holds can be repeated), and
-`close` raises JournalFailed.
+A line is written and flushed after its operation, so a crash leaves what happened.  An operation is valid even if its
+line cannot be written, and its answer is the same: an error instead would lose a handle and what is to be published.
+That failure is logged at once, the journal ends there (its lines can be repeated), and `close` raises JournalFailed.
+An operation that breaks off ends the journal too: nobody can repeat an interrupt.
 
 Not written: queries, and pins that transfers set on pages (C7.4); a journal with a refusal because of a pin differs at
 that line when it is repeated.
@@ -23,31 +22,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, Protocol, TextIO
 
-from pagedkv.errors import JournalFailed, MisuseError
-from pagedkv.ledger import active_spaces as address_space
-from pagedkv.ledger.activation import ActivationTarget, PreparedActivation, Refusal
-from pagedkv.ledger.caught import Caught
-from pagedkv.ledger.continuations import Continuation
-from pagedkv.ledger.ledger import Batch, Columns, PoolSlices, StoreLedgers
-from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.snapshot import PreparedSnapshot
-from pagedkv.ledger.units import SubmittedUnit
-from pagedkv.record.config_json import config_as_json
+from pagedkv.errors import Caught, JournalFailed, MisuseError, PagedKVError
+from pagedkv.ledger.active_spaces import WINDOW_PAGES
+from pagedkv.ledger.ledger import Ledger
 from pagedkv.record.words import JournalWords, Words, refusal_words
-from pagedkv.values.config import StoreConfig
+from pagedkv.values.config import config_as_json
 
 _LOG = logging.getLogger("pagedkv")
 
-SCHEMA = 1
-
-P = ParamSpec("P")
-T = TypeVar("T")
+SCHEMA = 2
 
 
 class TextSink(Protocol):
@@ -57,7 +45,7 @@ class TextSink(Protocol):
         """Take one line, its newline included."""
 
     def flush(self) -> object:
-        """Let what was written survive a crash of the process."""
+        """Let the lines so far survive a crash of the process."""
 
 
 class Journal:
@@ -75,6 +63,7 @@ class Journal:
 
     def __init__(self, target: str | PathLike[str] | TextSink) -> None:
         self.failure: Exception | None = None
+        self._has_ended = False
         self._lines = 0
         self._is_closed = False
         self._opened: TextIO | None = None
@@ -91,15 +80,24 @@ class Journal:
 
     def write(self, line: Mapping[str, object]) -> None:
         """Write one line and flush it; a failure is logged and kept, and ends the journal."""
-        if self.failure is not None or self._is_closed:
+        if self._has_ended or self._is_closed:
             return
+        self._has_ended = True  # an interrupt inside a line ends the journal
         with Caught() as caught:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
             self._file.flush()
+        self._has_ended = False
         self.failure = caught.error
-        self._lines += caught.error is None
-        if caught.error is not None:
-            _LOG.error("the journal ends after %d lines: %r; operations go on", self._lines, caught.error)
+        if caught.error is None:
+            self._lines += 1
+        else:
+            self.end(f"{caught.error!r}; operations go on")
+
+    def end(self, why: str) -> None:
+        """Write no further line, and log why."""
+        if not self._has_ended:
+            self._has_ended = True
+            _LOG.error("the journal ends after %d lines: %s", self._lines, why)
 
     def close(self) -> None:
         """Close a file that the journal opened; closing twice is harmless.
@@ -127,118 +125,41 @@ class Journal:
             error.add_note(f"and {second}")
 
 
-class JournaledLedgers(StoreLedgers):
-    """StoreLedgers whose every decision is written to a journal.
+class JournalRecorder:
+    """Writes every operation of one ledger to a journal; set as `Ledger.recorder`.
 
     Attributes:
         revision: operations so far, the refused ones too.
     """
 
-    def __init__(self, config: StoreConfig, store_id: int, journal: Journal) -> None:
-        super().__init__(config, store_id)
+    def __init__(self, ledger: Ledger, journal: Journal) -> None:
         self.journal = journal
         self.revision = 0
-        self._words = JournalWords(self)
-        journal.write({"schema": SCHEMA, "store_id": store_id, "window_pages": address_space.WINDOW_PAGES,
-                       "config": config_as_json(config)})
+        self._words = JournalWords(ledger)
+        self._operation = ""
+        self._given: Mapping[str, Any] = {}
+        self._arguments: Words = {}
+        journal.write({"schema": SCHEMA, "store_id": ledger.sequences.store_id, "window_pages": WINDOW_PAGES,
+                       "config": config_as_json(ledger.config)})
 
-    def _recorded(self, operation: Callable[P, T], *args: P.args, **arguments: P.kwargs) -> T:
-        """Run an operation of `StoreLedgers` and write its line, whether it answers or refuses."""
-        assert not args, "a journal knows arguments by name"
-        given = self._words.arguments(arguments)
+    def begin(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        """Note the arguments of an operation while their handles are current."""
+        self._operation, self._given = operation, arguments
+        self._arguments = self._words.arguments(arguments)
         self.revision += 1
-        try:
-            answer = operation(*args, **arguments)
-        except BaseException as error:
-            self._write(operation.__name__, given, refusal_words(error))
-            raise
-        self._write(operation.__name__, given, self._words.outcome(self.revision, arguments, answer))
-        return answer
 
-    def _write(self, operation: str, arguments: Words, outcome: Words) -> None:
-        self.journal.write({"revision": self.revision, "operation": operation, "arguments": arguments, **outcome,
-                            "state": self._words.state()})
+    def answer(self, answer: object) -> None:
+        """Write the line of an operation that answered."""
+        self._write(self._words.outcome(self.revision, self._given, answer))
 
-    # ---- every operation of StoreLedgers that decides, in its order ---------------------------------
+    def refuse(self, error: PagedKVError) -> None:
+        """Write the line of an operation that was refused."""
+        self._write(refusal_words(error))
 
-    def prepare_activation(self, target: ActivationTarget) -> PreparedActivation | Refusal:
-        """Record `StoreLedgers.prepare_activation`."""
-        return self._recorded(super().prepare_activation, target=target)
+    def break_off(self, error: BaseException) -> None:
+        """End the journal: what this operation did cannot be repeated."""
+        self.journal.end(f"{self._operation} broke off: {error!r}")
 
-    def commit_activation(self, prepared: PreparedActivation) -> Sequence:
-        """Record `StoreLedgers.commit_activation`."""
-        return self._recorded(super().commit_activation, prepared=prepared)
-
-    def abort_activation(self, prepared: PreparedActivation) -> None:
-        """Record `StoreLedgers.abort_activation`."""
-        self._recorded(super().abort_activation, prepared=prepared)
-
-    def finish(self, sequence: Sequence, *, retain: bool = False, state: object = None) -> Continuation | None:
-        """Record `StoreLedgers.finish`."""
-        return self._recorded(super().finish, sequence=sequence, retain=retain, state=state)
-
-    def abort(self, sequence: Sequence) -> bool:
-        """Record `StoreLedgers.abort`."""
-        return self._recorded(super().abort, sequence=sequence)
-
-    def prepare_snapshot(self, sequence: Sequence, state: object = None) -> PreparedSnapshot | Refusal:
-        """Record `StoreLedgers.prepare_snapshot`."""
-        return self._recorded(super().prepare_snapshot, sequence=sequence, state=state)
-
-    def commit_snapshot(self, prepared: PreparedSnapshot) -> Continuation:
-        """Record `StoreLedgers.commit_snapshot`."""
-        return self._recorded(super().commit_snapshot, prepared=prepared)
-
-    def abort_snapshot(self, prepared: PreparedSnapshot) -> None:
-        """Record `StoreLedgers.abort_snapshot`."""
-        self._recorded(super().abort_snapshot, prepared=prepared)
-
-    def release(self, continuation: Continuation) -> None:
-        """Record `StoreLedgers.release`."""
-        self._recorded(super().release, continuation=continuation)
-
-    def attach_state(self, continuation: Continuation, state: object) -> None:
-        """Record `StoreLedgers.attach_state`."""
-        self._recorded(super().attach_state, continuation=continuation, state=state)
-
-    def protect(self, continuation: Continuation, tokens: int, pool: str) -> None:
-        """Record `StoreLedgers.protect`."""
-        self._recorded(super().protect, continuation=continuation, tokens=tokens, pool=pool)
-
-    def truncate_continuation(self, continuation: Continuation, tokens: int, pool: str) -> None:
-        """Record `StoreLedgers.truncate_continuation`."""
-        self._recorded(super().truncate_continuation, continuation=continuation, tokens=tokens, pool=pool)
-
-    def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[SubmittedUnit, PoolSlices]:
-        """Record `StoreLedgers.begin_unit`."""
-        return self._recorded(super().begin_unit, name=name, batch=batch, columns=columns)
-
-    def commit_unit(self, unit: SubmittedUnit, accepted: Mapping[str, Columns] | None = None) -> None:
-        """Record `StoreLedgers.commit_unit`."""
-        self._recorded(super().commit_unit, unit=unit, accepted=accepted)
-
-    def fail_unit(self, unit: SubmittedUnit) -> None:
-        """Record `StoreLedgers.fail_unit`."""
-        self._recorded(super().fail_unit, unit=unit)
-
-    def begin_round(self, batch: Batch) -> list[Sequence]:
-        """Record `StoreLedgers.begin_round`."""
-        return self._recorded(super().begin_round, batch=batch)
-
-    def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str) -> PoolSlices:
-        """Record `StoreLedgers.ensure_mapped_to_tokens`."""
-        return self._recorded(super().ensure_mapped_to_tokens, sequence=sequence, tokens=tokens, pool=pool)
-
-    def trim(self, batch: Batch, pool: str, provisional: Columns = 0) -> int:
-        """Record `StoreLedgers.trim`."""
-        return self._recorded(super().trim, batch=batch, pool=pool, provisional=provisional)
-
-    def truncate(self, sequence: Sequence, tokens: int, pool: str) -> None:
-        """Record `StoreLedgers.truncate`."""
-        self._recorded(super().truncate, sequence=sequence, tokens=tokens, pool=pool)
-
-
-RECORDED: SequenceOf[str] = tuple(
-    name for name in vars(JournaledLedgers) if not name.startswith("_") and name in vars(StoreLedgers)
-)
-"""Operations that a journal may hold."""
+    def _write(self, outcome: Words) -> None:
+        self.journal.write({"revision": self.revision, "operation": self._operation, "arguments": self._arguments,
+                            **outcome, "state": self._words.state()})

@@ -1,4 +1,4 @@
-"""Replay: a journal's operations once more, on ledgers alone, until something differs.
+"""Replay: a journal's operations once more, on a ledger alone, until something differs.
 
     with open("run.jsonl") as file:
         report = replay_journal(file, name="run.jsonl")
@@ -16,14 +16,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pagedkv.errors import ConfigError, MisuseError, PagedKVError
-from pagedkv.ledger import active_spaces as address_space
-from pagedkv.ledger.caught import Caught
-from pagedkv.ledger.check import check_ledgers
-from pagedkv.ledger.ledger import StoreLedgers
-from pagedkv.record.config_json import config_from_json
-from pagedkv.record.journal import RECORDED, SCHEMA
+from pagedkv.errors import Caught, ConfigError, MisuseError, PagedKVError
+from pagedkv.ledger.active_spaces import WINDOW_PAGES
+from pagedkv.ledger.check import check_ledger
+from pagedkv.ledger.ledger import RECORDED, Ledger
+from pagedkv.record.journal import SCHEMA
 from pagedkv.record.words import JournalWords, Words, refusal_words
+from pagedkv.values.config import config_from_json
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,10 @@ def replay_journal(lines: Iterable[str], *, name: str = "the journal", check_eve
         raise MisuseError("check_every", expected="at least 1 operation", got=repr(check_every),
                           remedy="pass 1 to check after each", clause="C16")
     reader = _Reader(lines, name)
-    ledgers, difference = reader.header()
+    ledger, difference = reader.header()
     if difference is not None:
         return ReplayReport(0, is_truncated=False, difference=difference)
-    replay = _Replay(ledgers, reader)
+    replay = _Replay(ledger, reader)
     operations, line = 0, None
     for number, line in reader.operations():
         difference = replay.repeat(number, line)
@@ -106,7 +105,7 @@ class _Reader:
         self._name = name
         self.is_truncated = False
 
-    def header(self) -> tuple[StoreLedgers, JournalDifference | None]:
+    def header(self) -> tuple[Ledger, JournalDifference | None]:
         """Return ledgers as the first line describes them."""
         number, head = next(self._objects, (1, {}))
         store_id, window = head.get("store_id"), head.get("window_pages")
@@ -118,10 +117,10 @@ class _Reader:
         except ConfigError as error:
             raise self.malformed(number, "a resolved configuration", error) from error
         difference = None
-        if window != address_space.WINDOW_PAGES:
-            difference = JournalDifference(0, "header", "window_pages", window, address_space.WINDOW_PAGES)
+        if window != WINDOW_PAGES:
+            difference = JournalDifference(0, "header", "window_pages", window, WINDOW_PAGES)
         try:
-            return StoreLedgers(config, store_id), difference
+            return Ledger(config, store_id), difference
         except MemoryError as error:
             raise self.malformed(number, "a configuration that fits into memory", f"{pages} pages") from error
 
@@ -166,10 +165,10 @@ class _Reader:
 class _Replay:
     """Repeats lines on ledgers."""
 
-    def __init__(self, ledgers: StoreLedgers, reader: _Reader) -> None:
-        self._ledgers = ledgers
+    def __init__(self, ledger: Ledger, reader: _Reader) -> None:
+        self._ledger = ledger
         self._reader = reader
-        self._words = JournalWords(ledgers)
+        self._words = JournalWords(ledger)
 
     def repeat(self, number: int, line: Words) -> JournalDifference | None:
         """Repeat one operation; says what differs, if anything does."""
@@ -182,17 +181,17 @@ class _Replay:
         return None if state == line["state"] else _difference(line, "state", line["state"], state)
 
     def check(self, line: Words) -> JournalDifference | None:
-        """Check every invariant, except while claims are held that no space shows yet."""
-        if self._words.prepared:
+        """Check every invariant, except while a transaction is open: no space shows its claims."""
+        if self._words.transactions:
             return None
         try:
-            check_ledgers(self._ledgers)
+            check_ledger(self._ledger)
         except AssertionError as error:
             return _difference(line, "invariant", "every invariant of C16", str(error))
         return None
 
     def _outcome(self, number: int, line: Words) -> Words:
-        operation: Any = getattr(self._ledgers, line["operation"])
+        operation: Any = getattr(self._ledger, line["operation"])
         try:
             arguments = self._words.arguments_back(line["arguments"])
         except PagedKVError as error:  # a batch of handles that have ended is refused here instead of by the operation

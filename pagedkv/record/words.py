@@ -5,14 +5,14 @@
     Sequence                {"sequence": [row, serial]}        with the store's id as third where it is another one's
     Continuation            {"continuation": [number]}         likewise
     Batch                   {"batch": [[row, serial], ...]}    likewise
-    SubmittedUnit           {"unit": number}                   {"unit": null}: one that is not in flight
-    prepared claims         {"prepared": revision}             of the line that prepared them; null: they have ended
+    Submission              {"unit": number}                   {"unit": null}: one that is not in flight
+    Transaction             {"transaction": revision}          of the line that prepared it; null: it has ended
     ActivationTarget        {"target": {...}}
     pool -> columns         {"columns": {...}}                 counts as number or list, whatever array they came in
     the caller's state      {"state": true}                    only whether there is one
     anything else           {"opaque": repr}                   refused when it is repeated, as it was
 
-Writer and replay share one `JournalWords` each: it remembers which prepared claims a revision names.  Both describe
+Writer and replay share one `JournalWords` each: it remembers which transaction a revision prepared.  Both describe
 answers with the same function, so that an answer is compared word by word.
 """
 
@@ -25,15 +25,14 @@ from typing import Any
 import numpy as np
 
 from pagedkv.errors import PagedKVError
-from pagedkv.ledger.activation import ActivationTarget, PreparedActivation, Refusal, TailCopy
+from pagedkv.ledger.batch import Batch
 from pagedkv.ledger.continuations import Continuation
-from pagedkv.ledger.ledger import Batch, PoolSlices, StoreLedgers
+from pagedkv.ledger.ledger import Ledger, PoolSlices
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.snapshot import PreparedSnapshot
-from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ledger.transaction import ActivationTarget, Refusal, TailCopy, Transaction
+from pagedkv.ledger.units import Submission
 
 Words = dict[str, Any]
-Prepared = PreparedActivation | PreparedSnapshot
 
 COLUMNS = frozenset({"columns", "accepted", "provisional"})
 """Arguments that hold counts of columns, for which an array of integers is as good as a list."""
@@ -53,17 +52,17 @@ class JournalWords:
     """Translates for one store's ledgers.
 
     Attributes:
-        prepared: claims that are neither committed nor aborted, by the revision that prepared them.
+        transactions: those that are neither committed nor aborted, by the revision that prepared them.
     """
 
-    def __init__(self, ledgers: StoreLedgers) -> None:
-        self.ledgers = ledgers
-        self.prepared: dict[int, Prepared] = {}
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.transactions: dict[int, Transaction] = {}
 
     @property
     def store_id(self) -> int:
         """The store whose handles need no id."""
-        return self.ledgers.sequences.store_id
+        return self.ledger.sequences.store_id
 
     # ---- arguments --------------------------------------------------------------------------------
 
@@ -95,10 +94,11 @@ class JournalWords:
             return {"continuation": self._own(value.store_id, value.number)}
         if isinstance(value, Batch):
             return {"batch": [self._own(entry.store_id, entry.row, entry.serial) for entry in value.sequences]}
-        if isinstance(value, SubmittedUnit):
-            return {"unit": value.number if value in self.ledgers.guard.units else None}
-        if isinstance(value, Prepared):
-            return {"prepared": next((revision for revision, kept in self.prepared.items() if kept is value), None)}
+        if isinstance(value, Submission):
+            return {"unit": value.number if value in self.ledger.units.in_flight else None}
+        if isinstance(value, Transaction):
+            revisions = [revision for revision, known in self.transactions.items() if known is value]
+            return {"transaction": revisions[0] if revisions else None}
         if isinstance(value, ActivationTarget):
             words = {field.name: getattr(value, field.name) for field in fields(value)}
             frontier = value.frontier
@@ -127,11 +127,11 @@ class JournalWords:
             case "continuation":
                 return Continuation(value[1] if len(value) > 1 else self.store_id, value[0])
             case "batch":
-                return self.ledgers.batch([self._sequence_back(entry) for entry in value])
+                return self.ledger.batch([self._sequence_back(entry) for entry in value])
             case "unit":
                 return self._unit_back(value)
-            case "prepared":
-                return Opaque("claims that have ended") if value is None else self.prepared[value]
+            case "transaction":
+                return Opaque("a transaction that has ended") if value is None else self.transactions[value]
             case "target":
                 parts: Words = {name: self._back(part) for name, part in value.items()}
                 return ActivationTarget(**parts)
@@ -143,10 +143,10 @@ class JournalWords:
         row, serial = numbers[:2]
         return Sequence(numbers[2] if len(numbers) > 2 else self.store_id, row, serial)
 
-    def _unit_back(self, number: int | None) -> SubmittedUnit:
+    def _unit_back(self, number: int | None) -> Submission:
         if number is None:
-            return SubmittedUnit(0, "ended", np.zeros(0, np.int64), 0, {}, {}, is_open=False)
-        found = [unit for unit in self.ledgers.guard.units if unit.number == number]
+            return Submission(0, "ended", np.zeros(0, np.int64), 0, {}, {}, is_open=False)
+        found = [unit for unit in self.ledger.units.in_flight if unit.number == number]
         if not found:
             raise ValueError(f"no unit {number} is in flight")
         return found[0]
@@ -157,21 +157,21 @@ class JournalWords:
         """Return what an operation answered as {"answer": ...}, or {"refused": ...} for a Refusal.
 
         Args:
-            revision: of the operation; claims that it prepared are known by it from now on.
-            arguments: as the operation took them: frontiers that it moved are part of the answer.
+            revision: of the operation; a transaction that it prepared has this number from now on.
+            arguments: of the operation; frontiers that it moved are part of the answer.
         """
         if isinstance(answer, Refusal):
             return {"refused": asdict(answer)}
-        if isinstance(answer, Prepared):
-            self.prepared[revision] = answer
-        ended = arguments.get("prepared")
-        for key in [key for key, kept in self.prepared.items() if kept is ended]:
-            del self.prepared[key]
+        if isinstance(answer, Transaction):
+            self.transactions[revision] = answer
+        ended = arguments.get("transaction")
+        for key in [key for key, known in self.transactions.items() if known is ended]:
+            del self.transactions[key]
         return {"answer": self._moved(arguments) if answer is None else self._answer(answer)}
 
     def state(self) -> dict[str, list[int]]:
         """Return (allocated, reserved, available) pages of every pool.  (C6.2)"""
-        pools = [spaces.pool for spaces in self.ledgers.spaces.values()]
+        pools = [spaces.pool for spaces in self.ledger.active.values()]
         return {pool.name: [pool.allocated, pool.reserved, pool.available] for pool in pools}
 
     def _answer(self, answer: object) -> object:
@@ -180,22 +180,18 @@ class JournalWords:
         if isinstance(answer, Sequence):
             return {"row": answer.row, "serial": answer.serial, "frontiers": self._row_frontiers(answer.row),
                     "pages": {name: spaces.mapped_ids(answer.row).tolist()
-                              for name, spaces in self.ledgers.spaces.items()}}
+                              for name, spaces in self.ledger.active.items()}}
         if isinstance(answer, Continuation):
-            retained = {name: (kept.spaces[answer.number], kept.pages)
-                        for name, kept in self.ledgers.continuations.retained.items()}
+            spaces = {name: (kept.by_number[answer.number], kept.pages) for name, kept in self.ledger.kept.items()}
             return {"continuation": answer.number,
-                    "frontiers": {name: space.frontier for name, (space, _) in retained.items()},
-                    "pages": {name: pages.device[space.members].tolist() for name, (space, pages) in retained.items()}}
-        if isinstance(answer, PreparedActivation):
-            plan = answer.plan
-            return {"kind": plan.kind, "row": plan.row, "pools": [part._asdict() for part in plan.pools],
+                    "frontiers": {name: space.frontier for name, (space, _) in spaces.items()},
+                    "pages": {name: pages.device[space.members].tolist() for name, (space, pages) in spaces.items()}}
+        if isinstance(answer, Transaction):
+            return {"row": answer.row, "pools": [plan._asdict() for plan in answer.plans],
                     "copies": _copies(answer.copies),
                     "tables": {name: page_ids.tolist() for name, page_ids in answer.tables.items()}}
         if isinstance(answer, list):
             return {"short": [[sequence.row, sequence.serial] for sequence in answer]}
-        if isinstance(answer, PreparedSnapshot):
-            return {"copies": _copies(answer.copies)}
         if isinstance(answer, tuple):
             unit, slices = answer
             return {"unit": unit.number, "slices": self._slices(slices),
@@ -206,26 +202,25 @@ class JournalWords:
     def _moved(self, arguments: Mapping[str, object]) -> object:
         """Return the frontiers of what an operation without an answer moved, or None."""
         for value in arguments.values():
-            if isinstance(value, SubmittedUnit):
-                return {"frontiers": {name: spaces.frontier[value.rows].tolist()
-                                      for name, spaces in self.ledgers.spaces.items()}}
+            if isinstance(value, Submission):
+                return {"frontiers": {name: spaces.committed_end[value.rows].tolist()
+                                      for name, spaces in self.ledger.active.items()}}
             if isinstance(value, Sequence):
                 return {"frontiers": self._row_frontiers(value.row)}
-            if isinstance(value, Continuation) and value.number in self.ledgers.continuations.states:
-                spaces = {name: kept.spaces[value.number]
-                          for name, kept in self.ledgers.continuations.retained.items()}
+            if isinstance(value, Continuation) and value.number in self.ledger.continuations.states:
+                spaces = {name: kept.by_number[value.number] for name, kept in self.ledger.kept.items()}
                 return {"frontiers": {name: space.frontier for name, space in spaces.items()},
                         "protected": {name: space.protected_frontier for name, space in spaces.items()}}
         return None
 
     def _row_frontiers(self, row: int) -> dict[str, int]:
-        return {name: int(spaces.frontier[row]) for name, spaces in self.ledgers.spaces.items()}
+        return {name: int(spaces.committed_end[row]) for name, spaces in self.ledger.active.items()}
 
     def _slices(self, slices: PoolSlices) -> dict[str, list[list[object]]]:
         """Return, per pool, [row, first block, page ids] of each slice."""
         return {
             name: [
-                [row, first, self.ledgers.spaces[name].table.mirror[row, first : first + count].tolist()]
+                [row, first, self.ledger.active[name].table[row, first : first + count].tolist()]
                 for row, first, count in zip(
                     gained.rows.tolist(), gained.first_blocks.tolist(), gained.block_counts.tolist(), strict=True
                 )

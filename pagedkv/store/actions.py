@@ -1,11 +1,11 @@
-"""DeviceActions: what the ledgers decided, done on the store's stream.  (C10.3, C10.5, C11.2)
+"""Actions: what the ledger decided, done on the store's stream.  (C10.3, C10.5, C11.2)
 
     publish                slices that rows gained               ledger -> device table, ahead of what reads them
     copy_tails             committed columns of partial tails    page group -> page group, in every plane of a pool
     publish_memberships    the whole row of an activation        after its tails
 
-Everything is queued in stream order and nothing waits.  Publication alone loops over rows in Python, and only over
-those that crossed a page.
+Everything is queued in stream order and nothing waits.  Publication alone loops over rows in Python, and only over rows
+that crossed a page.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pagedkv.devices.protocol import Array, Device, Stream
-from pagedkv.ledger.activation import TailCopy
-from pagedkv.ledger.active_spaces import AddressSpaces
+from pagedkv.ledger.active_spaces import ActiveSpaces
 from pagedkv.ledger.free_runs import Ids
 from pagedkv.ledger.ledger import PoolSlices
+from pagedkv.ledger.transaction import TailCopy
 from pagedkv.ops.ops import Ops
 from pagedkv.store.sanitizer import Sanitizer
 from pagedkv.values.planes import PlaneGeometry
 
 
-class DeviceActions:
-    """Executes decisions of one store's ledgers; made by the store.
+class Actions:
+    """Executes decisions of one store's ledger; made by the store.
 
     Args:
         ops, device, stream, sanitizer: of the store.
         planes: per pool, every plane with its geometry, in ordinal order.
         tables: per pool, (C, L) int32 on the device.
-        spaces: per pool, the ledger that decides who maps what; only read.
+        active: per pool, the ledger of who maps what; only read.
 
     Attributes:
         published_slices: table slices copied to the device so far.
@@ -39,7 +39,7 @@ class DeviceActions:
 
     def __init__(
         self, ops: Ops, device: Device, stream: Stream, planes: Mapping[str, Sequence[tuple[Array, PlaneGeometry]]],
-        tables: Mapping[str, Array], spaces: Mapping[str, AddressSpaces], sanitizer: Sanitizer | None,
+        tables: Mapping[str, Array], active: Mapping[str, ActiveSpaces], sanitizer: Sanitizer | None,
     ) -> None:
         self.published_slices = 0
         self._ops = ops
@@ -47,22 +47,22 @@ class DeviceActions:
         self._stream = stream
         self._planes = planes
         self._tables = tables
-        self._spaces = spaces
+        self._active = active
         self._sanitizer = sanitizer
 
     def publish(self, slices: PoolSlices) -> None:
-        """Copy each new slice of each row to the device table.  (C11.2)"""
+        """Copy each new slice of each row to the device table, and record that as an event.  (C11.2)"""
         for pool, gained in slices.items():
-            table, mirror = self._tables[pool], self._spaces[pool].table.mirror
+            spaces = self._active[pool]
             for row, first, count in zip(
                 gained.rows.tolist(), gained.first_blocks.tolist(), gained.block_counts.tolist(), strict=True
             ):
-                self._device.copy(
-                    table[row, first : first + count], mirror[row, first : first + count].copy(), self._stream
-                )
+                blocks = slice(first, first + count)
+                self._device.copy(self._tables[pool][row, blocks], spaces.table[row, blocks].copy(), self._stream)
                 self.published_slices += 1
             if self._sanitizer is not None:
                 self._sanitizer.poison(pool, gained)
+            spaces.events.record_slices("publish", gained, spaces.table)
 
     def publish_memberships(self, row: int, tables: Mapping[str, Ids]) -> None:
         """Copy the whole membership of an activated row to the device table of each pool.  (C11.2)"""
@@ -82,11 +82,11 @@ class DeviceActions:
                                    stream=self._stream)
 
     def check_tables(self) -> None:
-        """Assert that every device table shows the memberships; waits for the stream.  (C11.1)"""
-        for pool, spaces in self._spaces.items():
-            table = np.empty_like(spaces.table.mirror)
+        """Demand that every device table shows the memberships; waits for the stream.  (C11.1)"""
+        for pool, spaces in self._active.items():
+            table = np.empty_like(spaces.table)
             self._device.copy(table, self._tables[pool], self._stream)
             self._stream.synchronize()
             members = spaces.columns_below(spaces.mapped_end)
-            same = table[members] == spaces.table.mirror[members]
-            assert same.all(), f"pool {pool}: the device table differs from the membership"
+            if (table[members] != spaces.table[members]).any():
+                raise AssertionError(f"pool {pool}: the device table differs from the membership")

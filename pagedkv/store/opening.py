@@ -7,8 +7,7 @@ from os import PathLike
 
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Device
-from pagedkv.errors import MisuseError
-from pagedkv.ledger.undo import undo_all
+from pagedkv.errors import Caught, MisuseError
 from pagedkv.record.journal import Journal, TextSink
 from pagedkv.store.store import Store, require_config
 from pagedkv.values.config import AutoCapacity, StoreConfig
@@ -29,7 +28,7 @@ def open_store(
     Args:
         journal: where to write every ledger decision as a JSON line, for `replay_journal`: a path, whose file is made
             anew and closed with the store, or an open text file.  A line that cannot be written is logged and ends the
-            journal; every operation stands, and `close` raises JournalFailed.
+            journal; operations stay valid, and `close` raises JournalFailed.
 
     Raises:
         ConfigError: `config` is not a StoreConfig, or asks for what this version lacks.
@@ -38,45 +37,36 @@ def open_store(
         MisuseError: no such device, or a journal that cannot be written.
     """
     require_config(config)
-    if isinstance(device, str):
-        return _open_owning(config, open_device(device), journal)
-    return _open(config, device, journal)
-
-
-def _open_owning(config: StoreConfig, device: Device, journal: str | PathLike[str] | TextSink | None) -> Store:
-    """Open a store that closes its device, which is closed too when there will be no store."""
+    if not isinstance(device, str):
+        return _open(config, device, journal, owns_device=False)
+    chosen = open_device(device)
     try:
-        store = _open(config, device, journal)
+        return _open(config, chosen, journal, owns_device=True)
     except BaseException as error:
-        undo_all([(type(device).close, device)], error)
+        with Caught(error):
+            chosen.close()
         raise
-    store.owns_device = True
-    return store
 
 
-def _open(config: StoreConfig, chosen: Device, journal: str | PathLike[str] | TextSink | None) -> Store:
-    """Resolve automatic capacity and build the store."""
-    if not all(hasattr(chosen, name) for name in ("description", "stream", "empty", "load")):
-        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=repr(chosen),
-                          remedy="pass a name, or what open_device returned", clause="C1.1")
-    _LOG.info("device: %s", chosen.description)
-    if not isinstance(config.kv_capacity, AutoCapacity):
-        return _build(config, chosen, None, journal)
-    cache_bytes = chosen.empty_caches()
-    free_bytes, total_bytes = chosen.memory_bytes()
-    made = plan(config, free_bytes, total_bytes=total_bytes, cache_bytes=cache_bytes)
-    is_degraded = made.is_clamped and config.kv_capacity.min_tokens is None
-    _LOG.log(logging.WARNING if is_degraded else logging.INFO, "%s", made.summary())
-    return _build(made.config, chosen, made, journal)
-
-
-def _build(
-    config: StoreConfig, device: Device, made: CapacityPlan | None, target: str | PathLike[str] | TextSink | None
+def _open(
+    config: StoreConfig, device: Device, target: str | PathLike[str] | TextSink | None, *, owns_device: bool
 ) -> Store:
-    """Build the store with its journal, whose file is closed again when the store cannot be built."""
+    """Resolve automatic capacity, open the journal, and build the store; a failure closes the journal again."""
+    if not all(hasattr(device, name) for name in ("description", "stream", "empty", "load")):
+        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=repr(device),
+                          remedy="pass a name, or what open_device returned", clause="C1.1")
+    _LOG.info("device: %s", device.description)
+    resolved: CapacityPlan | None = None
+    if isinstance(config.kv_capacity, AutoCapacity):
+        cache_bytes = device.empty_caches()
+        free_bytes, total_bytes = device.memory_bytes()
+        resolved = plan(config, free_bytes, total_bytes=total_bytes, cache_bytes=cache_bytes)
+        is_degraded = resolved.is_clamped and config.kv_capacity.min_tokens is None
+        _LOG.log(logging.WARNING if is_degraded else logging.INFO, "%s", resolved.summary())
+        config = resolved.config
     journal = None if target is None else Journal(target)
     try:
-        return Store(config, device, plan=made, journal=journal)
+        return Store(config, device, plan=resolved, journal=journal, owns_device=owns_device)
     except BaseException as error:
         if journal is not None:
             journal.close_after(error)

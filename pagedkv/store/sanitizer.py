@@ -1,4 +1,4 @@
-"""Sanitizer: what a store does besides its work when it looks for corruption.  (C11.1, C12.4, C16)
+"""Sanitizer: poison, guard pages and checks, for a store that looks for corruption.  (C11.1, C12.4, C16)
 
     page group enters a membership    its bytes become NaN before the unit that may write it is launched
     page group leaves a membership    the entries that named it point at the guard page again
@@ -12,8 +12,8 @@ So a row that nobody wrote, and a stale entry, reach the output as NaN instead o
     E4M3 scales and codes      0x7F                 0xFF       NaN
     INT8 and E2M1 codes        0x7F                 0xFF       numbers: NaN through their scales alone
 
-The two patterns differ, so that a dump of a page says which of them it is.  Everything runs on the store's stream,
-ahead of the launches it is meant for.  A store without a sanitizer makes none of these calls.
+The two patterns differ, so a dump of a page shows which one it is.  Everything runs on the store's stream, ahead of the
+launches that may read it.  A store without a sanitizer makes none of these calls.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import numpy as np
 
 from pagedkv.devices.protocol import Array, Device, Stream
 from pagedkv.errors import Corruption
-from pagedkv.ledger.active_spaces import AddressSpaces
-from pagedkv.ledger.block_tables import TableSlices
+from pagedkv.ledger.active_spaces import ActiveSpaces, TableSlices
 from pagedkv.ops.ops import Ops
 from pagedkv.transfer.digest import PageFingerprints
 from pagedkv.values.planes import PlaneGeometry
@@ -49,12 +48,12 @@ class Sanitizer:
         tables: per pool, (C, L) int32 on the device.
         spaces: per pool, the ledger that decides who maps what; only read.
         latch: stops the store with the evidence.
-        scratch: (1,) int32 on the device, which whoever uses it next on the stream overwrites first.
+        scratch: (1,) int32 on the device; its next user on the stream overwrites it first.
     """
 
     def __init__(
         self, ops: Ops, device: Device, stream: Stream, planes: Mapping[str, Sequence[tuple[Array, PlaneGeometry]]],
-        tables: Mapping[str, Array], spaces: Mapping[str, AddressSpaces], *, latch: Callable[[Corruption], None],
+        tables: Mapping[str, Array], spaces: Mapping[str, ActiveSpaces], *, latch: Callable[[Corruption], None],
         scratch: Array,
     ) -> None:
         self.fingerprints = PageFingerprints(device, stream, planes, latch=latch)
@@ -111,18 +110,18 @@ class Sanitizer:
             Corruption: names the first entry, or the first plane of a guard page; the store is latched.
         """
         for pool, spaces in self._spaces.items():
-            found = np.empty_like(spaces.table.mirror)
-            self._device.copy(found, self._tables[pool], self._stream)
+            table = np.empty_like(spaces.table)
+            self._device.copy(table, self._tables[pool], self._stream)
             self._stream.synchronize()
             members = spaces.columns_below(spaces.mapped_end)
-            expected = np.where(members, spaces.table.mirror, np.int32(spaces.pool.capacity))
-            wrong = np.argwhere(found != expected)
+            expected = np.where(members, spaces.table, np.int32(spaces.pool.capacity))
+            wrong = np.argwhere(table != expected)
             if wrong.size:
                 row, block = wrong[0].tolist()
                 whose = "its member" if members[row, block] else "the guard page"
                 self._stop(Corruption(
                     f"block {block} of row {row} in the table of pool {pool}",
-                    expected=f"{whose} {int(expected[row, block])}", got=f"{int(found[row, block])}",
+                    expected=f"{whose} {int(expected[row, block])}", got=f"{int(table[row, block])}",
                     remedy="find who wrote the table, or forgot to publish", clause="C11.1",
                     pool=pool, row=row, block=block,
                 ))

@@ -1,4 +1,4 @@
-"""Store: the object a caller holds.  Ledgers decide, the device acts.  (C1, C5, C9 to C12)
+"""Store: the object a caller holds.  The ledger decides, the device acts.  (C1, C5, C9 to C12)
 
     with open_store(config, device="auto") as store:
         sequence = store.activate(prompt_tokens=1000, output_tokens=256)
@@ -11,8 +11,9 @@
         saved = store.finish(sequence, retain=True, state=mine)
         again = store.activate(source=saved, frontier=900, prompt_tokens=20, output_tokens=64)     # Fork
 
-Every per-step call takes a batch.  Ledgers are asked first and say what is to be copied and published
-(`device_actions.py`); a failure in between gives every claim back (C10.2).
+Every per-step call takes a batch.  A call has three parts: `Access.enter` checks the caller, the ledger decides, and
+the device follows (`actions.py`).  `_settle` ends it.  What breaks off in between latches the store (`ledger.py` says
+how).
 """
 
 from __future__ import annotations
@@ -20,36 +21,42 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.devices.protocol import Array, Device, Event, Graph
+from pagedkv.devices.protocol import Array, Device, Event, Graph, Stream
 from pagedkv.errors import (
     ActivationRefused,
     CapacityError,
+    Caught,
     ConfigError,
     DeviceFault,
     MisuseError,
+    PagedKVError,
     SnapshotRefused,
 )
-from pagedkv.ledger.activation import ActivationPlan, ActivationTarget, Refusal
-from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.batch import Batch, Columns
+from pagedkv.ledger.check import check_ledger
 from pagedkv.ledger.continuations import Continuation
-from pagedkv.ledger.kept_spaces import RetainedSpace
-from pagedkv.ledger.ledger import Batch, Columns, PoolSlices, StoreLedgers
+from pagedkv.ledger.events import PageObserver
+from pagedkv.ledger.inspect import StoreInspection, inspect_ledger
+from pagedkv.ledger.kept_spaces import KeptSpace
+from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.units import SubmittedUnit
+from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal, Transaction
+from pagedkv.ledger.units import Submission
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView
-from pagedkv.record.journal import Journal, JournaledLedgers
-from pagedkv.store.actions import DeviceActions
-from pagedkv.store.evidence import StoreEvidence
+from pagedkv.record.journal import Journal, JournalRecorder
+from pagedkv.store.access import Access
+from pagedkv.store.actions import Actions
 from pagedkv.store.sanitizer import Sanitizer
 from pagedkv.values.config import StoreConfig
 from pagedkv.values.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
-from pagedkv.values.planes import PlaneGeometry
 from pagedkv.values.planner import CapacityPlan
 from pagedkv.values.profiles import ROLES
 
@@ -57,13 +64,14 @@ _LOG = logging.getLogger("pagedkv")
 _STORE_IDS = itertools.count(1)
 
 
-class Store(StoreEvidence):
+class Store:
     """A KV store on one device; made by `open_store`.
 
     Attributes:
         config: what it was built from, its capacity resolved; fixed.
         plan: how automatic capacity was resolved; None when capacity was explicit, and nothing was measured (C5.2).
         device, stream: where everything runs; one ordered stream.
+        owns_device: whether the device closes with the store, because `open_store` opened it by name.
         ops: the kernels' wrappers on this device.
         layout: every slab, as allocated.
         views: `views[pool][layer]`, what kernels read through (C14.1).
@@ -77,21 +85,29 @@ class Store(StoreEvidence):
     A sequence's budget, a backend's lead included, is reserved in whole pages: its row may write to the end of the last
     one, below max_context; `covered_columns` says how far.
 
-    Every attribute is written by the store alone.  Every method but `close`, `memory_summary` and `event_counts` raises
-    MisuseError on a closed store or from another thread or process, and StoreLatched after a device error (C12.4); what
-    it raises besides stands at the method.  What breaks off the copies by which tables follow memberships that changed
-    already, or withdraw entries (sanitizer mode), is raised as it is and latches the store (C11.2).
+    Every attribute is written by the store alone.  Every method but `close`, `memory_summary`, `event_counts` and
+    `latch` raises MisuseError on a closed store or from another thread or process, and StoreLatched after a device
+    error or an operation that broke off (C12.4); the method says what else it raises.  If copying table entries fails
+    after memberships changed, the error is raised again and the store is latched (C11.2).
     """
 
     def __init__(
-        self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None, journal: Journal | None = None
+        self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None, journal: Journal | None = None,
+        owns_device: bool = False,
     ) -> None:
         require_config(config)
-        super().__init__(config, device, journal)
+        self.config = config
+        self.device = device
+        self.owns_device = owns_device
         self.plan = plan
+        self.stream: Stream = device.stream()
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
-        self._ledgers = _build_ledgers(config, journal)
+        self._ledger = _build_ledger(config)
+        self._access = Access(self._ledger, self.stream)
+        self._journal = journal
+        if journal is not None:
+            self._ledger.recorder = JournalRecorder(self._ledger, journal)
         self._slabs: dict[str, Array] = {
             slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype, name=slab.name)
             for slab in self.layout.slabs
@@ -111,19 +127,79 @@ class Store(StoreEvidence):
             self.ops.prepare(pool.profile, pool.geometry.head_dim, order=pool.order)
         self._events: dict[int, Event] = {}
         self._completed: set[int] = set()
+        planes = {  # of each pool in ordinal order (C4.2)
+            pool.name: [(self._slabs[f"{pool.name}.{plane.layer}.{plane.role}"], plane) for plane in pool.planes]
+            for pool in config.pools
+        }
         self.sanitizer: Sanitizer | None = None
         if config.sanitizer:
-            self._withdraws = True
-            self.sanitizer = Sanitizer(self.ops, device, self.stream, self._pool_planes(), self.block_tables,
-                                       self._ledgers.spaces, latch=self.latch, scratch=self.control_ingress[:1])
-        self._actions = DeviceActions(self.ops, device, self.stream, self._pool_planes(), self.block_tables,
-                                      self._ledgers.spaces, self.sanitizer)
+            self.sanitizer = Sanitizer(self.ops, device, self.stream, planes, self.block_tables, self._ledger.active,
+                                       latch=self._access.latch, scratch=self.control_ingress[:1])
+        self._actions = Actions(self.ops, device, self.stream, planes, self.block_tables, self._ledger.active,
+                                self.sanitizer)
 
-    def _release(self) -> None:
-        self.views.clear()
-        self.block_tables.clear()
-        self._slabs.clear()
-        self.workspace = self.control_ingress = self.control_egress = self.sanitizer = None
+    # ---- the life of a store ----------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except PagedKVError as second:
+            if error is None:
+                raise
+            error.add_note(f"and the store could not be closed well: {second}")
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError("a copy of a store", expected="one object for one set of device arrays", got="copy or pickle",
+                          remedy="open another store from the same StoreConfig", clause="C1.1")
+
+    def close(self) -> None:
+        """Wait for the stream, give the slabs back, and close the journal and a device that `open_store` opened.
+
+        A capture on the store's stream is aborted first.  Closing twice is harmless.
+
+        Raises:
+            DeviceFault: a kernel failed meanwhile, or had written beyond a buffer; the fault is the evidence.
+            JournalFailed: a line of the journal could not be written.
+            The store is closed nevertheless, as after everything else that draining the stream raises.
+        """
+        if self._access.is_closed:
+            return
+        self._access.require_owner("close")
+        try:
+            try:
+                if self.stream.is_capturing:
+                    self.device.abort_capture(self.stream)
+                if self._access.fault is None:
+                    with self._access:
+                        self.stream.synchronize()
+            finally:
+                self._access.is_closed = True
+                self.views.clear()
+                self.block_tables.clear()
+                self._slabs.clear()
+                self.workspace = self.control_ingress = self.control_egress = self.sanitizer = None
+                if self.owns_device:
+                    self.device.close()
+        except BaseException as error:
+            if self._journal is not None:
+                self._journal.close_after(error)
+            raise
+        if self._journal is not None:
+            self._journal.close()
+
+    def latch(self, fault: DeviceFault) -> None:
+        """Stop the store after a device error that a caller met; the first one is kept as evidence.  (C12.4)"""
+        self._access.latch(fault)
+
+    @property
+    def evidence(self) -> PagedKVError | None:
+        """The device error, or the operation that broke off, that latched the store.  (C12.4)"""
+        return self._access.evidence
 
     # ---- activation -------------------------------------------------------------------------------
 
@@ -144,9 +220,7 @@ class Store(StoreEvidence):
             CaptureRefused: a source is named, and the stream is capturing.
             DeviceFault: a copy or a publication failed; every claim was given back, the source is as it was (C10.2).
         """
-        self._enter("activate", can_withdraw=True)
-        if source is not None:
-            self._require_publishing("activate")
+        self._access.enter("activate", is_publishing=source is not None or self.sanitizer is not None)
         return self._activate(ActivationTarget(prompt_tokens, output_tokens, source, frontier, keep_source))
 
     def activate(
@@ -177,20 +251,12 @@ class Store(StoreEvidence):
         return answer
 
     def _activate(self, target: ActivationTarget) -> Sequence | Refusal:
-        prepared = self._ledgers.prepare_activation(target)
-        if isinstance(prepared, Refusal):
-            return prepared
-        try:
-            with self._latching():
-                self._actions.copy_tails(prepared.copies)
-                self._actions.publish_memberships(prepared.plan.row, prepared.tables)
-        except BaseException:
-            self._ledgers.abort_activation(prepared)
-            if self._latch is None:
-                self._withdraw()
-            raise
-        sequence = self._ledgers.commit_activation(prepared)
-        self._ledgers.events.deliver()
+        transaction = self._ledger.prepare_activation(target)
+        if isinstance(transaction, Refusal):
+            return transaction
+        self._follow(transaction)
+        sequence = self._ledger.commit_activation(transaction)
+        self._settle()
         return sequence
 
     def can_honour(self, target: ActivationTarget) -> bool:
@@ -203,8 +269,8 @@ class Store(StoreEvidence):
 
     def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
         """Return what an activation would take, or the refusal; no side effects.  (C10.9)"""
-        self._enter("explain")
-        return self._ledgers.explain(target)
+        self._access.enter("explain")
+        return self._ledger.transactions.explain(target)
 
     def finish(self, sequence: Sequence, *, retain: bool = False, state: object = None) -> Continuation | None:
         """End a sequence: trim, give up reservation and row, then release its pages or retain them.  (C9.8)
@@ -224,8 +290,8 @@ class Store(StoreEvidence):
             MisuseError: a copy uses one of its pages; or it is to be retained, and nothing is committed in Main, or a
                 backend's frontier leads Main's (C13.2).
         """
-        self._enter("finish", can_withdraw=True)
-        continuation = self._ledgers.finish(sequence, retain=retain, state=state)
+        self._access.enter("finish", is_publishing=self.sanitizer is not None)
+        continuation = self._ledger.finish(sequence, retain=retain, state=state)
         self._settle()
         return continuation
 
@@ -236,8 +302,8 @@ class Store(StoreEvidence):
             StaleHandle: it has ended.
             MisuseError: a transfer uses one of its pages (C7.4).
         """
-        self._enter("abort", can_withdraw=True)
-        has_ended = self._ledgers.abort(sequence)
+        self._access.enter("abort", is_publishing=self.sanitizer is not None)
+        has_ended = self._ledger.abort(sequence)
         self._settle()
         return has_ended
 
@@ -257,19 +323,13 @@ class Store(StoreEvidence):
             CaptureRefused: the stream is capturing: the copy must happen now, not at a replay.
             DeviceFault: a copy failed; every claim was given back.
         """
-        self._enter("snapshot")
-        self._require_publishing("snapshot")
-        prepared = self._ledgers.prepare_snapshot(sequence, state)
-        if isinstance(prepared, Refusal):
-            return prepared
-        try:
-            with self._latching():
-                self._actions.copy_tails(prepared.copies)
-        except BaseException:
-            self._ledgers.abort_snapshot(prepared)
-            raise
-        checkpoint = self._ledgers.commit_snapshot(prepared)
-        self._ledgers.events.deliver()
+        self._access.enter("snapshot", is_publishing=True)
+        transaction = self._ledger.prepare_snapshot(sequence, state)
+        if isinstance(transaction, Refusal):
+            return transaction
+        self._follow(transaction)
+        checkpoint = self._ledger.commit_snapshot(transaction)
+        self._settle()
         return checkpoint
 
     def snapshot(self, sequence: Sequence, *, state: object = None) -> Continuation:
@@ -298,9 +358,9 @@ class Store(StoreEvidence):
             StaleHandle: it was released or moved.
             MisuseError: a copy uses one of its pages; nothing changed.
         """
-        self._enter("release")
-        self._ledgers.release(continuation)
-        self._ledgers.events.deliver()
+        self._access.enter("release")
+        self._ledger.release(continuation)
+        self._settle()
 
     def protect(self, continuation: Continuation, tokens: int, pool: str = "main") -> None:
         """Set the frontier below which `truncate` may not cut a continuation, up or down.  (C7.8)
@@ -309,8 +369,9 @@ class Store(StoreEvidence):
             StaleHandle: it was released or moved.
             MisuseError: tokens outside 0 to the committed frontier, or an unknown pool; nothing changed.
         """
-        self._enter("protect")
-        self._ledgers.protect(continuation, tokens, pool)
+        self._access.enter("protect")
+        self._ledger.protect(continuation, tokens, pool)
+        self._settle()
 
     def attach_state(self, continuation: Continuation, state: object) -> None:
         """Replace the caller's state of a continuation; None says that it is not complete.  (C2.2)
@@ -318,8 +379,9 @@ class Store(StoreEvidence):
         Raises:
             StaleHandle: it was released or moved.
         """
-        self._enter("attach_state")
-        self._ledgers.attach_state(continuation, state)
+        self._access.enter("attach_state")
+        self._ledger.attach_state(continuation, state)
+        self._settle()
 
     def state_of(self, continuation: Continuation) -> object:
         """Return the caller's state of a continuation, or None.  (C2.2)
@@ -327,19 +389,29 @@ class Store(StoreEvidence):
         Raises:
             StaleHandle: it was released or moved.
         """
-        self._enter("state_of")
-        number = self._ledgers.continuations.require_current(continuation)
-        return self._ledgers.continuations.states[number].state
+        self._access.enter("state_of")
+        number = self._ledger.continuations.require_current(continuation)
+        return self._ledger.continuations.states[number].state
 
     def continuations(self) -> list[Continuation]:
         """Return every retained continuation, oldest first.  (C9.8)"""
-        self._enter("continuations")
-        return self._ledgers.continuations.handles()
+        self._access.enter("continuations")
+        return self._ledger.continuations.handles()
+
+    def sequences(self) -> list[Sequence]:
+        """Return every active sequence, in ascending order of execution rows: a way back to a lost handle.  (C12.4)"""
+        self._access.enter("sequences")
+        return self._ledger.sequences.handles()
+
+    def units(self) -> list[Submission]:
+        """Return every unit in flight, in the order of their begin: a way back to a lost handle.  (C12.4)"""
+        self._access.enter("units")
+        return list(self._ledger.units.in_flight)
 
     def protected_tokens(self, continuation: Continuation, pool: str = "main") -> int:
         """Return the protected frontier of a continuation in a pool, in tokens; StaleHandle when it ended.  (C7.8)"""
-        self._enter("protected_tokens")
-        return self._retained(continuation, pool).protected_frontier
+        self._access.enter("protected_tokens")
+        return self._kept_space(continuation, pool).protected_frontier
 
     def batch(self, sequences: Iterable[Sequence]) -> Batch:
         """Select sequences in batch order, once for many units.  (C11.3)
@@ -348,17 +420,17 @@ class Store(StoreEvidence):
             StaleHandle: one of them has ended.
             MisuseError: no sequence, or one twice.
         """
-        self._enter("batch")
+        self._access.enter("batch")
         if not isinstance(sequences, Iterable):
             raise MisuseError("a batch", expected="sequences in batch order", got=repr(sequences),
                               remedy="pass a list, of one sequence too", clause="C11.3")
-        return self._ledgers.batch(tuple(sequences))
+        return self._ledger.batch(tuple(sequences))
 
     # ---- units ------------------------------------------------------------------------------------
 
     def begin_unit(
         self, batch: Batch, columns: Columns | Mapping[str, Columns] = 1, *, name: str = "unit"
-    ) -> SubmittedUnit:
+    ) -> Submission:
         """Map what the unit may write, publish new table slices on the stream, freeze the rows.  (C9.4, C11.2)
 
         Args:
@@ -374,47 +446,49 @@ class Store(StoreEvidence):
             UnitInFlight, EntitlementExceeded, MisuseError, StaleHandle: nothing changed.
             Whatever breaks a publication off: the pages are members by then, so the store is latched (C12.4).
         """
-        self._enter("begin_unit")
-        self._require_publishing("begin_unit")
-        wanted = columns if isinstance(columns, Mapping) else {"main": columns}
-        unit, slices = self._ledgers.begin_unit(name, batch, wanted)
-        self._publish(slices)
+        self._access.enter("begin_unit", is_publishing=True)
+        by_pool = columns if isinstance(columns, Mapping) else {"main": columns}
+        unit, slices = self._ledger.begin_unit(name, batch, by_pool)
+        if slices:
+            with self._access:
+                self._actions.publish(slices)
+        self._settle()
         return unit
 
-    def submit(self, unit: SubmittedUnit) -> None:
+    def submit(self, unit: Submission) -> None:
         """Record on the stream that the unit's launches end here, so that `poll` can ask.  (C12.4)
 
         Raises:
             MisuseError: the unit has ended, or is of another store.
         """
-        self._enter("submit")
-        self._ledgers.guard.require_open(unit, "submit")
-        with self._latching():
+        self._access.enter("submit")
+        self._ledger.units.require_open(unit, "submit")
+        with self._access:
             event = self.device.event()
             self.stream.record(event)
         self._events[unit.number] = event
         self._completed.discard(unit.number)
 
-    def poll(self) -> list[SubmittedUnit]:
+    def poll(self) -> list[Submission]:
         """Return the submitted units that the device has finished and that are not yet committed.  (C12.4)"""
-        self._enter("poll")
-        with self._latching():
+        self._access.enter("poll")
+        with self._access:
             for number, event in list(self._events.items()):
                 if event.query():
-                    del self._events[number]
                     self._completed.add(number)
-        return [unit for unit in self._ledgers.guard.units if unit.number in self._completed]
+                    del self._events[number]
+        return [unit for unit in self._ledger.units.in_flight if unit.number in self._completed]
 
-    def wait(self, unit: SubmittedUnit) -> None:
+    def wait(self, unit: Submission) -> None:
         """Block until the device has finished the unit.  (C12.4)
 
         Raises:
             MisuseError: the unit has ended, or is of another store.
             DeviceFault: a kernel failed; the store is latched.
         """
-        self._enter("wait")
-        self._ledgers.guard.require_open(unit, "wait")
-        with self._latching():
+        self._access.enter("wait")
+        self._ledger.units.require_open(unit, "wait")
+        with self._access:
             event = self._events.pop(unit.number, None)
             if event is not None:
                 event.synchronize()
@@ -422,7 +496,7 @@ class Store(StoreEvidence):
                 self.stream.synchronize()
         self._completed.add(unit.number)
 
-    def commit(self, unit: SubmittedUnit, accepted: Columns | Mapping[str, Columns] | None = None) -> None:
+    def commit(self, unit: Submission, accepted: Columns | Mapping[str, Columns] | None = None) -> None:
         """Advance committed frontiers after the unit completed, and thaw its rows.  (C9.5, C12.3)
 
         Args:
@@ -433,37 +507,37 @@ class Store(StoreEvidence):
         Raises:
             MisuseError: the unit was not waited for, has ended, or wrote fewer columns; nothing changed.
         """
-        self._enter("commit", can_withdraw=True)
-        self._ledgers.guard.require_open(unit, "commit")
+        self._access.enter("commit", is_publishing=self.sanitizer is not None)
+        self._ledger.units.require_open(unit, "commit")
         if unit.number not in self._completed:
             raise MisuseError(f"commit of unit {unit.label}", expected="a unit the device has finished",
                               got="one that was not waited for", remedy="call wait(unit), or poll()", clause="C12.3")
-        wanted = accepted if accepted is None or isinstance(accepted, Mapping) else {"main": accepted}
-        self._ledgers.commit_unit(unit, wanted)
+        by_pool = accepted if accepted is None or isinstance(accepted, Mapping) else {"main": accepted}
+        self._ledger.commit_unit(unit, by_pool)
         self._completed.discard(unit.number)
         self._events.pop(unit.number, None)
         self._settle()  # an abort takes effect here
 
-    def fail(self, unit: SubmittedUnit) -> None:
+    def fail(self, unit: Submission) -> None:
         """End a unit without a commit, after what it launched has drained.  (C9.5)
 
         Raises:
             MisuseError, DeviceFault: as `wait`.
         """
-        self._enter("fail", can_withdraw=True)
-        self._ledgers.guard.require_open(unit, "fail")
+        self._access.enter("fail", is_publishing=self.sanitizer is not None)
+        self._ledger.units.require_open(unit, "fail")
         self.wait(unit)
-        self._ledgers.fail_unit(unit)
+        self._ledger.fail_unit(unit)
         self._completed.discard(unit.number)
         self._settle()
 
     def launch_graph(self, graph: Graph) -> None:
         """Replay a captured graph on the store's stream; a device error latches the store.  (C12.4)"""
-        self._enter("launch_graph")
+        self._access.enter("launch_graph")
         if not hasattr(graph, "launch"):
             raise MisuseError("launch_graph", expected="a graph that end_capture gave", got=repr(graph),
                               remedy="capture the unit first", clause="C15.1")
-        with self._latching():
+        with self._access:
             graph.launch(self.stream)
 
     def graph_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
@@ -471,8 +545,8 @@ class Store(StoreEvidence):
 
         The graph allowance of the plan is meant to hold them all; what exceeds it is logged once, not refused.
         """
-        self._enter("graph_buffer")
-        with self._latching():
+        self._access.enter("graph_buffer")
+        with self._access:
             buffer = self.device.empty(shape, dtype)
         allowance = self.config.allowance_bytes
         is_first_excess = self.graph_bytes <= allowance < self.graph_bytes + int(buffer.nbytes)
@@ -498,8 +572,10 @@ class Store(StoreEvidence):
             UnitInFlight: a unit in flight selects one of the rows (C12.2); nothing changed.
             StaleHandle: one of the sequences has ended.
         """
-        self._enter("begin_round")
-        return self._ledgers.begin_round(batch)
+        self._access.enter("begin_round")
+        sequences = self._ledger.begin_round(batch)
+        self._settle()
+        return sequences
 
     def covered_columns(self, batch: Batch, pool: str = "main") -> npt.NDArray[np.int32]:
         """Return (B,) int32: columns behind its frontier that each entry may still write in a pool.  (C9.2, C16.17)
@@ -508,8 +584,8 @@ class Store(StoreEvidence):
             StaleHandle: one of the sequences has ended.
             MisuseError: an unknown pool.
         """
-        self._enter("covered_columns")
-        return self._ledgers.covered_columns(batch, pool)
+        self._access.enter("covered_columns")
+        return self._ledger.covered_columns(batch, pool)
 
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
         """Map and publish positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)
@@ -519,9 +595,11 @@ class Store(StoreEvidence):
             MisuseError: more than max_context tokens, or an unknown pool.
             StaleHandle: it has ended.
         """
-        self._enter("ensure_mapped_to_tokens")
-        self._require_publishing("ensure_mapped_to_tokens")
-        self._publish(self._ledgers.ensure_mapped_to_tokens(sequence, tokens, pool))
+        self._access.enter("ensure_mapped_to_tokens", is_publishing=True)
+        slices = self._ledger.ensure_mapped_to_tokens(sequence, tokens, pool)
+        with self._access:
+            self._actions.publish(slices)
+        self._settle()
 
     def trim(self, batch: Batch, pool: str = "main", provisional: Columns = 0) -> int:
         """Return trailing pages of the batch to their own reservations; says how many.  (C9.6)
@@ -536,15 +614,15 @@ class Store(StoreEvidence):
             MisuseError: an unknown pool, counts of another form, or a page that a transfer uses (C7.4).
             StaleHandle: one of the sequences has ended.
         """
-        self._enter("trim", can_withdraw=True)
-        pages = self._ledgers.trim(batch, pool, provisional)
+        self._access.enter("trim", is_publishing=self.sanitizer is not None)
+        pages = self._ledger.trim(batch, pool, provisional)
         self._settle()
         return pages
 
     def truncate(self, target: Sequence | Continuation, tokens: int, pool: str = "main") -> None:
         """Lower the committed frontier of one pool to `tokens`, then trim, or release what is behind.  (C9.10)
 
-        A continuation's state is of Main's frontier: it goes when that is lowered, until `attach_state` (C2.2).
+        A continuation's state belongs to Main's frontier: lowering that deletes the state, until `attach_state` (C2.2).
         Pools are cut one by one (C9.9): a continuation whose Main was cut below a backend's frontier is activated with
         a frontier for every pool.
 
@@ -554,37 +632,37 @@ class Store(StoreEvidence):
                 pool; or a page is cut that another space references or a copy uses (C7.4).
             StaleHandle: it has ended.
         """
-        self._enter("truncate", can_withdraw=True)
+        self._access.enter("truncate", is_publishing=self.sanitizer is not None)
         if isinstance(target, Continuation):
-            self._ledgers.truncate_continuation(target, tokens, pool)
+            self._ledger.truncate_continuation(target, tokens, pool)
         else:
-            self._ledgers.truncate(target, tokens, pool)
+            self._ledger.truncate(target, tokens, pool)
         self._settle()
 
     def committed_tokens(self, target: Sequence | Continuation, pool: str = "main") -> int:
         """Return the committed frontier in one pool, in tokens; StaleHandle when it ended.  (C9.1)"""
-        self._enter("committed_tokens")
+        self._access.enter("committed_tokens")
         if isinstance(target, Continuation):
-            return self._retained(target, pool).frontier
-        self._ledgers.sequences.require_current(target)
-        return int(self._ledgers.pool_spaces(pool).frontier[target.row])
+            return self._kept_space(target, pool).frontier
+        self._ledger.sequences.require_current(target)
+        return self._ledger.active_in(pool).committed_end.item(target.row)
 
     def budget_tokens(self, sequence: Sequence) -> int:
         """Return prompt plus output tokens that the sequence was activated for; StaleHandle when it ended.  (C9.2)"""
-        self._enter("budget_tokens")
-        self._ledgers.sequences.require_current(sequence)
-        return int(self._ledgers.sequences.budget_tokens[sequence.row])
+        self._access.enter("budget_tokens")
+        self._ledger.sequences.require_current(sequence)
+        return int(self._ledger.sequences.budget_tokens[sequence.row])
 
     def page_ids(self, target: Sequence | Continuation, pool: str = "main") -> list[int]:
         """Return the page group ids of a membership, in block order; StaleHandle when it ended.  (C9.1)"""
-        self._enter("page_ids")
+        self._access.enter("page_ids")
         ids: list[int]
         if isinstance(target, Continuation):
-            members = self._retained(target, pool).members
-            ids = self._ledgers.pool_spaces(pool).pages.device[members].tolist()
+            members = self._kept_space(target, pool).members
+            ids = self._ledger.active_in(pool).pages.device[members].tolist()
         else:
-            self._ledgers.sequences.require_current(target)
-            ids = self._ledgers.pool_spaces(pool).mapped_ids(target.row).tolist()
+            self._ledger.sequences.require_current(target)
+            ids = self._ledger.active_in(pool).mapped_ids(target.row).tolist()
         return ids
 
     # ---- evidence ---------------------------------------------------------------------------------
@@ -600,81 +678,103 @@ class Store(StoreEvidence):
         Raises:
             Corruption: in sanitizer mode, a table or a guard page holds something else; the store is latched.
         """
-        self._enter("check")
-        check_ledgers(self._ledgers)
+        self._access.enter("check")
+        check_ledger(self._ledger)
         if self.sanitizer is not None:
-            with self._latching():
+            with self._access:
                 self.sanitizer.check()
-        with self._latching():
+        with self._access:
             self._actions.check_tables()
+
+    def memory_summary(self) -> dict[str, dict[str, int]]:
+        """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; works when latched."""
+        summary = {}
+        for pool in self.config.pools:
+            counters = self._ledger.active[pool.name].pool
+            summary[pool.name] = {
+                "capacity_pages": counters.capacity,
+                "allocated_pages": counters.allocated,
+                "reserved_pages": counters.reserved,
+                "available_pages": counters.available,
+                "page_bytes": pool.page_bytes,
+                "slab_bytes": pool.page_bytes * pool.pages,
+            }
+        return summary
+
+    def inspect(self) -> StoreInspection:
+        """Return a copy of everything the ledgers show, for tests and tools; linear in pages.  (C16)"""
+        self._access.enter("inspect")
+        return inspect_ledger(self._ledger)
+
+    def observe(self, observer: PageObserver) -> Callable[[], None]:
+        """Call `observer` with every later PageEvent, at the end of the operation that caused it.  (C9.6, C13.3)
+
+        Events come in order, and none tells of a refused or aborted operation.  An error of an observer is logged: the
+        operation is valid, and the next observer is called.  `ledger/events.py` says what each kind means.
+
+        Returns:
+            A function that ends it; a second call of that does nothing.
+
+        Raises:
+            MisuseError: the observer cannot be called.
+        """
+        self._access.enter("observe")
+        return self._ledger.events.observe(observer)
+
+    def event_counts(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return, per pool and kind of event, pages and bytes so far, observed or not; works when latched.  (C3.11)
+
+        Bytes are those of the page groups in all planes, of "publish" too, which copies table entries only.
+        """
+        counts: dict[str, dict[str, dict[str, int]]] = {}
+        for pool in self.config.pools:
+            pages, page_bytes = self._ledger.active[pool.name].events.pages, pool.page_bytes
+            counts[pool.name] = {kind: {"pages": n, "bytes": n * page_bytes} for kind, n in pages.items()}
+        return counts
 
     # ---- helpers ----------------------------------------------------------------------------------
 
-    def _publish(self, slices: PoolSlices) -> None:
-        if not slices:
-            return
+    def _kept_space(self, continuation: Continuation, pool: str) -> KeptSpace:
+        number = self._ledger.continuations.require_current(continuation)
+        return self._ledger.kept_in(pool).by_number[number]
+
+    def _follow(self, transaction: Transaction) -> None:
+        """Copy the tails of a transaction and publish its tables; if that fails, give every claim back.  (C10.2)"""
         try:
-            with self._latching():
-                self._actions.publish(slices)
+            with self._access:
+                self._actions.copy_tails(transaction.copies)
+                self._actions.publish_memberships(transaction.row, transaction.tables)
         except BaseException as error:
-            # The pages are members already, and no table shows them: nothing may be launched over these rows.
-            self._latch_broken("publication of table slices", error)
+            with Caught(error):
+                self._ledger.abort_transaction(transaction)
+                if self._access.fault is None:
+                    self._settle()
             raise
-        for pool, gained in slices.items():
-            spaces = self._ledgers.spaces[pool]
-            spaces.events.record_slices("publish", gained, spaces.table.mirror)
-        self._ledgers.events.deliver()
-
-    def _retained(self, continuation: Continuation, pool: str) -> RetainedSpace:
-        number = self._ledgers.continuations.require_current(continuation)
-        self._ledgers.pool_spaces(pool)
-        return self._ledgers.continuations.retained[pool].spaces[number]
-
-    def _withdraw(self) -> None:
-        if self.sanitizer is None:
-            return
-        try:
-            with self._latching():
-                self.sanitizer.withdraw()
-        except BaseException as error:
-            # The pages are members no longer, and a table still names them.
-            self._latch_broken("withdrawal of table entries", error)
-            raise
-
-    def _latch_broken(self, what: str, error: BaseException) -> None:
-        """Stop the store where ledgers have moved on and a table could not follow; a first fault stays.  (C12.4)"""
-        self.latch(DeviceFault(what, expected="copies that can be queued", got=repr(error), remedy="close the store",
-                               clause="C11.2"))
 
     def _settle(self) -> None:
-        """End an operation that may have changed memberships: withdraw entries (sanitizer mode), tell observers."""
-        self._withdraw()
-        if self._ledgers.events.pending:
-            self._ledgers.events.deliver()
-
-    def _pool_planes(self) -> dict[str, list[tuple[Array, PlaneGeometry]]]:
-        """Return every plane of every pool with its geometry, in ordinal order.  (C4.2)"""
-        return {
-            pool.name: [(self._slabs[f"{pool.name}.{plane.layer}.{plane.role}"], plane) for plane in pool.planes]
-            for pool in self.config.pools
-        }
+        """End an operation: withdraw table entries (sanitizer mode), confirm the ledger, deliver its events."""
+        if self.sanitizer is not None:
+            with self._access:
+                self.sanitizer.withdraw()
+        self._ledger.unsettled = ""
+        if self._ledger.events.pending:
+            self._ledger.events.deliver()
 
     def _layer_view(self, pool_name: str, layer: int) -> PagedKVBatchLayerView:
         pool = next(pool for pool in self.config.pools if pool.name == pool_name)
-        planes = {role: self._slabs.get(f"{pool_name}.{layer}.{role}") for role in ROLES}
+        k_pages, v_pages, k_scale_pages, v_scale_pages = (
+            self._slabs.get(f"{pool_name}.{layer}.{role}") for role in ROLES
+        )
         return PagedKVBatchLayerView(
-            k_pages=planes["k_code"], v_pages=planes["v_code"], k_scales=planes["k_scale"], v_scales=planes["v_scale"],
-            block_table=self.block_tables[pool_name], head_dim=pool.geometry.head_dim,
-            kv_heads=pool.geometry.kv_heads, profile=pool.profile, order=pool.order,
-            max_context=self.config.max_context,
+            k_pages, v_pages, k_scale_pages, v_scale_pages, self.block_tables[pool_name], pool.geometry.head_dim,
+            pool.geometry.kv_heads, pool.profile, pool.order, self.config.max_context,
         )
 
 
-def _build_ledgers(config: StoreConfig, journal: Journal | None) -> StoreLedgers:
-    """Build the ledgers under an id that no other process on this machine uses: a handle from there is refused."""
-    store_id = os.getpid() << 32 | next(_STORE_IDS)
+def _build_ledger(config: StoreConfig) -> Ledger:
+    """Build the ledger under an id that no other process on this machine uses: a handle from there is refused."""
     try:
-        return StoreLedgers(config, store_id) if journal is None else JournaledLedgers(config, store_id, journal)
+        return Ledger(config, os.getpid() << 32 | next(_STORE_IDS))
     except MemoryError as error:
         raise CapacityError(
             "the ledgers of a store", expected="host memory for page descriptors and table mirrors", got=str(error),

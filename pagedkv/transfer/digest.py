@@ -3,9 +3,9 @@
     fingerprints = fingerprint(pool, page_ids, columns)       (n, planes) uint64
                                                               row i: page i; column j: plane j, in ordinal order (C4.2)
 
-A digest covers the first columns[i] rows of every KV head of a page in one plane, so a page and its copy at another
-place, on another side, agree exactly when those bytes do; what is provisional behind them does not count (C13.2).
-The bytes come to the host for it: for sanitizer mode and for tests, never for a step.
+A digest covers the first columns[i] rows of every KV head of a page in one plane.  So a page and its copy at another
+place or on another side agree exactly when those bytes agree; provisional bytes behind them do not count (C13.2).  The
+bytes are copied to the host first: for sanitizer mode and for tests, never for a step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from pagedkv.devices.protocol import Array, Device, Stream
 from pagedkv.errors import Corruption
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PlaneGeometry
+from pagedkv.values.planes import PackedPlanes, PlaneGeometry
 
 Fingerprints = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int32]
@@ -28,13 +27,13 @@ DIGEST_BYTES = 8
 
 
 class PageFingerprints:
-    """Digests of the pools of one store, taken on one stream behind everything it holds.
+    """Digests of the pools of one store, taken on one stream behind all its work.
 
     Args:
         device: where the planes lie.
-        stream: that of everybody who writes the planes.
+        stream: of everybody who writes the planes.
         planes: per pool, every plane with its geometry, in ordinal order.
-        latch: told of the first difference, to stop the store; None tells nobody.
+        latch: called with the first difference, to stop the store.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class PageFingerprints:
             page_ids: (n,) int32, 0 <= id < N.
             columns: (n,) int32, 0 to 64: the rows of each page that count.
         """
-        found = []
+        digests = []
         for plane, geometry in self._planes[pool]:
             host = [self._to_host(list(_heads(plane, geometry, page))) for page in page_ids.tolist()]
             self._stream.synchronize()
-            found.append([_digest(heads, count) for heads, count in zip(host, columns.tolist(), strict=True)])
-        return _by_page(found, page_ids.size)
+            digests.append([_digest(heads, count) for heads, count in zip(host, columns.tolist(), strict=True)])
+        return _by_page(digests, page_ids.size)
 
     def fingerprint_extent(
         self, pool: str, host: npt.NDArray[np.uint8], host_pages: int, pages: Ids, columns: Ids
@@ -74,28 +73,28 @@ class PageFingerprints:
             columns: (n,) int32, 0 to 64.
         """
         layout = PackedPlanes(tuple(geometry for _, geometry in self._planes[pool]), host_pages)
-        found = []
+        digests = []
         for geometry, offset in zip(layout.planes, layout.offsets_bytes, strict=True):
             plane = host[offset : offset + geometry.span_bytes].view(geometry.dtype).reshape(geometry.shape)
-            found.append([
+            digests.append([
                 _digest(_heads(plane, geometry, page), count)
                 for page, count in zip(pages.tolist(), columns.tolist(), strict=True)
             ])
-        return _by_page(found, pages.size)
+        return _by_page(digests, pages.size)
 
-    def require_same(self, what: str, pool: str, page_ids: Ids, expected: Fingerprints, found: Fingerprints) -> None:
-        """Refuse pages whose bytes are not those that were seen before.  (C7.4)
+    def require_same(self, what: str, pool: str, page_ids: Ids, expected: Fingerprints, got: Fingerprints) -> None:
+        """Refuse pages whose bytes have changed.  (C7.4)
 
         Args:
-            what: how the error calls the occasion.
+            what: the occasion, as the error names it.
             pool: whose pages.
-            page_ids: (n,) int32, how the error calls them.
-            expected, found: of the same pages and columns, in the same order.
+            page_ids: (n,) int32, as the error names them.
+            expected, got: of the same pages and columns, in the same order.
 
         Raises:
-            Corruption: names the first page and plane; `latch` was told before.
+            Corruption: names the first page and plane; `latch` was called with it.
         """
-        different = np.argwhere(expected != found)
+        different = np.argwhere(expected != got)
         if not different.size:
             return
         index, plane = different[0].tolist()
@@ -104,7 +103,7 @@ class PageFingerprints:
             f"{what} of page {int(page_ids[index])} of pool {pool}",
             expected=f"the committed bytes of plane {geometry.role} of layer {geometry.layer} as they were",
             got=f"others; {len(np.unique(different[:, 0]))} of {len(expected)} pages differ",
-            remedy="nothing of it may be used; find who wrote there", clause="C7.4",
+            remedy="use nothing of it; find who wrote there", clause="C7.4",
             pool=pool, page_id=int(page_ids[index]), role=geometry.role, layer=geometry.layer,
         )
         if self._latch is not None:

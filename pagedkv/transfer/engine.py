@@ -1,17 +1,17 @@
 """TransferEngine: the ledger of transfers and the mover that executes them, in step.  (C7.4, C10.10, C12.1)
 
-    transfer = engine.plan("d2h", pool, sources, destinations, host_pages=n)      # pinned
+    transfer = engine.ledger.plan("d2h", "main", pages, logical, sources, destinations, host_pages=n)    # pinned
     engine.submit(transfer, host)        # False: every slot is in use; poll, and try again
     ...                                  # decode goes on beside the copies
     for done in engine.poll():           # or engine.wait(transfer)
         engine.publish(done)             # now the owner may use the destination and drop the source
 
-A restore that must not block the host publishes at once: `engine.order_before(transfer, stream)` lets the next
-users wait on their stream, and `publish` accepts that.  A copy that cannot be queued aborts its transfer: nothing
-is published, and its pins go when what was queued has run (S53).
+A restore that must not block the host publishes at once: `engine.order_before(transfer, stream)` lets the next users
+wait on their stream, and `publish` accepts that.  If a copy cannot be queued, its transfer is aborted: nothing is
+published, and its pins end when the queued copies have run (S53).
 
-In sanitizer mode the committed bytes of the source are fingerprinted at `submit` and those of the destination at
-`publish`, which then waits for the copies: both calls block, and a difference stops the store (C12.4).
+In sanitizer mode `submit` takes fingerprints of the committed bytes of the source, and `publish` of the destination.
+Both calls then wait for the copies, and a difference stops the store (C12.4).
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ import numpy.typing as npt
 from pagedkv.devices.protocol import Stream
 from pagedkv.errors import MisuseError, TransferFailed
 from pagedkv.ledger.free_runs import Ids
-from pagedkv.ledger.pool import PagePool
 from pagedkv.transfer.digest import Fingerprints, PageFingerprints
 from pagedkv.transfer.mover import Method, PageMover, Ticket
-from pagedkv.transfer.plan import Contents, Direction, Transfer, Transfers
+from pagedkv.transfer.plan import Transfer, Transfers
 from pagedkv.values.quantities import PAGE_TOKENS
 
 Host = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a transfer's source held at submission: the digests of the first `columns` rows of each page."""
+class _SourceDigests:
+    """Digests of the first `columns` rows of each source page of a transfer, at its submission."""
 
     columns: npt.NDArray[np.int32]
-    prints: Fingerprints
+    digests: Fingerprints
     host: Host | None
 
 
@@ -47,27 +46,20 @@ class TransferEngine:
     """Runs the transfers of one store.
 
     Args:
-        mover: what executes them.
+        mover: executes them.
         fingerprints: of the same planes, in sanitizer mode: compares source and destination; None compares nothing.
 
     Attributes:
-        ledger: what is planned, in flight and pinned.
-        mover: what executes it.
+        ledger: transfers that are planned, in flight and pinned.
+        mover: executes them.
     """
 
     def __init__(self, mover: PageMover, *, fingerprints: PageFingerprints | None = None) -> None:
         self.ledger = Transfers()
         self.mover = mover
         self._fingerprints = fingerprints
-        self._seen: dict[int, _Seen] = {}
+        self._source_digests: dict[int, _SourceDigests] = {}
         self._in_flight: dict[int, tuple[Transfer, Ticket, Host | None]] = {}
-
-    def plan(
-        self, direction: Direction, pool: PagePool, sources: Ids, destinations: Ids, *, host_pages: int = 0,
-        contents: Contents | None = None,
-    ) -> Transfer:
-        """Plan a transfer and pin its page groups; see `Transfers.plan`."""
-        return self.ledger.plan(direction, pool, sources, destinations, host_pages=host_pages, contents=contents)
 
     def submit(
         self, transfer: Transfer, host: Host | None = None, *, method: Method | None = None,
@@ -77,7 +69,7 @@ class TransferEngine:
 
         Args:
             transfer: planned.
-            host: the whole pinned extent, for "d2h" and "h2d"; it stays the transfer's until that has run.
+            host: the whole pinned extent, for "d2h" and "h2d"; nobody else uses it until the copies have run.
             method: None takes the one with fewer operations.
             columns: (n,) committed columns of each page, 0 to 64, for the fingerprints; None counts whole pages.
 
@@ -88,10 +80,10 @@ class TransferEngine:
         if transfer.state != "planned":
             raise MisuseError(f"submit of {transfer.label}", expected="a transfer that is planned",
                               got=f"one that is {transfer.state}", remedy="submit it once", clause="C7.4")
-        seen = self._look_at_source(transfer, host, columns)
+        source = self._digest_source(transfer, host, columns)
         try:
             ticket = self.mover.submit(
-                transfer.direction, transfer.pool.name, transfer.runs, host=host, host_pages=transfer.host_pages,
+                transfer.direction, transfer.pool, transfer.runs, host=host, host_pages=transfer.host_pages,
                 method=method,
             )
         except TransferFailed as failed:
@@ -101,17 +93,17 @@ class TransferEngine:
         if ticket is None:
             return False
         self._take(transfer, ticket, host)
-        if seen is not None:
-            self._seen[transfer.number] = seen
+        if source is not None:
+            self._source_digests[transfer.number] = source
         return True
 
     def poll(self) -> list[Transfer]:
-        """Return the transfers whose copies are newly found to have run, and that may be published or aborted."""
-        found = []
+        """Return the transfers whose copies have run since the last call; each may be published or aborted."""
+        completed = []
         for transfer, ticket, _ in list(self._in_flight.values()):
             if self.mover.is_done(ticket):
-                found += self._complete(transfer)
-        return found
+                completed += self._complete(transfer)
+        return completed
 
     def wait(self, transfer: Transfer) -> None:
         """Block until the copies have run; nothing to do when they have."""
@@ -125,61 +117,63 @@ class TransferEngine:
             self.wait(transfer)
 
     def order_before(self, transfer: Transfer, stream: Stream) -> None:
-        """Let what `stream` is given next run after the copies, without the host waiting for them."""
+        """Make the next work of `stream` run after the copies; the host does not wait."""
         if transfer.number in self._in_flight:
             self.mover.order_before(self._in_flight[transfer.number][1], stream)
         self.ledger.ordered(transfer)
 
-    def publish(self, transfer: Transfer, contents: Contents | None = None) -> None:
+    def publish(self, transfer: Transfer) -> None:
         """Hand the destination to its owner; see `Transfers.publish`.
 
         Raises:
             Corruption: in sanitizer mode, its bytes are not those of the source; the transfer stays open (C12.4).
         """
-        if transfer.number in self._seen:
+        if transfer.number in self._source_digests:
             self._compare(transfer)
-        self.ledger.publish(transfer, contents)
+        self.ledger.publish(transfer)
 
     def abort(self, transfer: Transfer) -> bool:
-        """End it unpublished: now, or (False) when its copies have run; `poll` and `wait` settle that."""
-        self._seen.pop(transfer.number, None)
+        """End it unpublished: now (True), or in the `poll` or `wait` that finds its copies done (False)."""
+        self._source_digests.pop(transfer.number, None)
         return self.ledger.abort(transfer)
 
-    def _look_at_source(
+    def _digest_source(
         self, transfer: Transfer, host: Host | None, columns: npt.NDArray[np.int32] | None
-    ) -> _Seen | None:
+    ) -> _SourceDigests | None:
         if self._fingerprints is None:
             return None
-        wanted = np.full(transfer.pages, PAGE_TOKENS, np.int32) if columns is None else columns
-        if wanted.shape != (transfer.pages,) or wanted.min() < 0 or wanted.max() > PAGE_TOKENS:
-            raise MisuseError(f"committed columns of {transfer.label}", expected=f"{transfer.pages} numbers, 0 to 64",
-                              got=wanted.tolist(), remedy="pass one count per page", clause="C7.4")
+        counts = np.full(transfer.page_count, PAGE_TOKENS, np.int32) if columns is None else columns
+        if counts.shape != (transfer.page_count,) or counts.min() < 0 or counts.max() > PAGE_TOKENS:
+            raise MisuseError(f"committed columns of {transfer.label}",
+                              expected=f"{transfer.page_count} numbers, 0 to 64", got=counts.tolist(),
+                              remedy="pass one count per page", clause="C7.4")
         is_host = transfer.direction == "h2d"
         if is_host or transfer.direction == "d2h":
-            self.mover.require_extent(transfer.pool.name, transfer.direction, host, transfer.host_pages)
+            self.mover.require_extent(transfer.pool, transfer.direction, host, transfer.host_pages)
         sources = _ids(transfer, "source")
-        return _Seen(wanted.copy(), self._look(transfer, host if is_host else None, sources, wanted), host)
+        return _SourceDigests(counts.copy(), self._digest(transfer, host if is_host else None, sources, counts), host)
 
     def _compare(self, transfer: Transfer) -> None:
-        assert self._fingerprints is not None, "somebody looked at the source"
+        assert self._fingerprints is not None, "the source has digests"
         if transfer.is_ordered:
             self.wait(transfer)
         if transfer.state != "complete":
             return  # the ledger refuses it
-        seen = self._seen[transfer.number]
+        source = self._source_digests[transfer.number]
         destinations = _ids(transfer, "destination")
-        found = self._look(transfer, seen.host if transfer.direction == "d2h" else None, destinations, seen.columns)
-        self._fingerprints.require_same(f"publish of {transfer.label}: the copy", transfer.pool.name, destinations,
-                                        seen.prints, found)
-        del self._seen[transfer.number]
+        host = source.host if transfer.direction == "d2h" else None
+        copied = self._digest(transfer, host, destinations, source.columns)
+        self._fingerprints.require_same(f"publish of {transfer.label}: the copy", transfer.pool, destinations,
+                                        source.digests, copied)
+        del self._source_digests[transfer.number]
 
-    def _look(
+    def _digest(
         self, transfer: Transfer, host: Host | None, pages: Ids, columns: npt.NDArray[np.int32]
     ) -> Fingerprints:
         assert self._fingerprints is not None, "in sanitizer mode"
         if host is None:
-            return self._fingerprints.fingerprint(transfer.pool.name, pages, columns)
-        return self._fingerprints.fingerprint_extent(transfer.pool.name, host, transfer.host_pages, pages, columns)
+            return self._fingerprints.fingerprint(transfer.pool, pages, columns)
+        return self._fingerprints.fingerprint_extent(transfer.pool, host, transfer.host_pages, pages, columns)
 
     def _take(self, transfer: Transfer, ticket: object, host: Host | None) -> None:
         assert isinstance(ticket, Ticket), "the mover fails with the ticket of what it queued"
@@ -189,7 +183,7 @@ class TransferEngine:
     def _complete(self, transfer: Transfer) -> list[Transfer]:
         _, _, host = self._in_flight.pop(transfer.number)
         if host is not None and transfer.direction == "d2h":
-            self.mover.require_landed(transfer.pool.name, transfer.runs, host, transfer.host_pages)
+            self.mover.require_landed(transfer.pool, transfer.runs, host, transfer.host_pages)
         self.ledger.completed(transfer)
         return [transfer] if transfer.state == "complete" else []
 

@@ -4,16 +4,16 @@
                                                                                   │             │
     lane stream                                                              wait(before) ─ copies ─ record(done)
 
-Both fences belong to the primitive: `submit` puts the copies after everything that the users' stream holds, and
-`order_before` puts what it is given next after the copies.  One lane takes device to host, the other everything
-that writes the device, so the two directions overlap.
+Both fences belong to the mover: `submit` queues the copies after all present work of the users' stream, and
+`order_before` makes its next work run after the copies.  One lane copies device to host, the other everything that
+writes the device, so the two directions overlap.
 
 Two methods with the same bytes.  *copies*: one copy per run and plane (and head, if head-major).  *packed*: a
 kernel gathers or scatters scattered pages through a packed staging buffer of the lane, so that many runs become
 one copy per plane.  The method with fewer operations is taken; ids reach the kernel through a pinned slot.
 
-A lane has a fixed number of slots: when all are in use, `submit` says so (None) and nothing was queued: that is
-the whole back-pressure (S57).  A slot is taken again only after the copies that read it have run.
+A lane has a fixed number of slots.  When all are in use, `submit` returns None and queues nothing; there is no other
+back-pressure (S57).  A slot is used again only after the copies that read it have run.
 
 Knows planes and streams, no ledger and no pool.
 """
@@ -31,9 +31,8 @@ import numpy.typing as npt
 from pagedkv.devices.protocol import Array, Device, Event, Stream
 from pagedkv.errors import MisuseError, TransferFailed
 from pagedkv.ops.ops import Ops
-from pagedkv.transfer.page_runs import PageRun
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PlaneGeometry
+from pagedkv.transfer.plan import PageRun
+from pagedkv.values.planes import PackedPlanes, PlaneGeometry
 from pagedkv.values.quantities import ceil_div
 
 Planes = Sequence[tuple[Array, PlaneGeometry]]
@@ -63,7 +62,7 @@ class MoverCounters:
 
 @dataclass(eq=False)
 class Ticket:
-    """Copies on their way: `done` stands behind the last of them."""
+    """Copies on their way: `done` is recorded behind the last of them."""
 
     done: Event
     has_failed: bool = False
@@ -82,7 +81,7 @@ class _Slot:
 
 
 class _Lane:
-    """A stream with its staging, which is shared by nobody else: its order alone guards it."""
+    """A stream with its own staging; the order of the stream alone guards the staging."""
 
     def __init__(self, device: Device, name: str, *, slots: int, ids_max: int, staging_bytes: int) -> None:
         self.stream = device.stream()
@@ -97,7 +96,7 @@ class PageMover:
     Args:
         device: where everything lies.
         ops: for the packed method.
-        users: the stream of everybody else who reads or writes the planes.
+        users: the stream of all others that read or write the planes.
         planes: per pool, every plane with its geometry, in ordinal order (C4.2).
         slots: transfers in flight per lane.
         staging_pages: pages that one chunk of the packed method holds.
@@ -112,13 +111,13 @@ class PageMover:
         self._device = device
         self._ops = ops
         self._users = users
-        self._planes = {pool: tuple(listed) for pool, listed in planes.items()}
+        self._planes = {pool: tuple(pool_planes) for pool, pool_planes in planes.items()}
         self._staging_pages = staging_pages
         self._fails = fails
-        ids_max = max(geometry.pages for listed in self._planes.values() for _, geometry in listed)
+        ids_max = max(geometry.pages for pool_planes in self._planes.values() for _, geometry in pool_planes)
         staging_bytes = max(
-            PackedPlanes(tuple(geometry for _, geometry in listed), staging_pages).total_bytes
-            for listed in self._planes.values()
+            PackedPlanes(tuple(geometry for _, geometry in pool_planes), staging_pages).total_bytes
+            for pool_planes in self._planes.values()
         )
         self._out = _Lane(device, "out", slots=slots, ids_max=ids_max, staging_bytes=staging_bytes)
         self._in = _Lane(device, "in", slots=slots, ids_max=ids_max, staging_bytes=staging_bytes)
@@ -148,7 +147,7 @@ class PageMover:
 
         Raises:
             MisuseError: a host array of another size, or a method that cannot serve the runs.
-            TransferFailed: a copy could not be queued; `ticket` stands behind those that were (S53).
+            TransferFailed: a copy could not be queued; field `ticket` waits for the queued ones (S53).
         """
         self.require_extent(pool, direction, host, host_pages)
         lane = self._out if direction == "d2h" else self._in
@@ -179,7 +178,7 @@ class PageMover:
         return ticket
 
     def order_before(self, ticket: Ticket, stream: Stream) -> None:
-        """Let what `stream` is given next run after the copies."""
+        """Make the next work of `stream` run after the copies."""
         stream.wait(ticket.done)
 
     def is_done(self, ticket: Ticket) -> bool:
@@ -280,17 +279,17 @@ class PageMover:
 
     # ---- methods ----------------------------------------------------------------------------------
 
-    def _choose_method(self, direction: str, pool: str, runs: Sequence[PageRun], wanted: Method | None) -> Method:
+    def _choose_method(self, direction: str, pool: str, runs: Sequence[PageRun], method: Method | None) -> Method:
         host_starts = [run.destination if direction == "d2h" else run.source for run in runs]
         can_pack = direction != "d2d" and all(
             start + run.count == following
             for start, run, following in zip(host_starts, runs, host_starts[1:], strict=False)
         )
-        if wanted == "packed" and not can_pack:
+        if method == "packed" and not can_pack:
             raise MisuseError(f"the packed method of a {direction} transfer", expected="one range of host pages",
                               got=f"pages from {host_starts} on", remedy="leave the method open", clause="C8.3")
-        if wanted is not None or not can_pack:
-            return wanted or "copies"
+        if method is not None or not can_pack:
+            return method or "copies"
         pages = sum(run.count for run in runs)
         pieces = sum(1 if geometry.order == "page-major" else geometry.kv_heads for _, geometry in self._planes[pool])
         chunks = ceil_div(pages, self._staging_pages)

@@ -6,14 +6,13 @@
                                  +--publish, when ordered--> published    pins go with completion
                                  +--abort------------------> aborted      at completion
 
-From the plan on, the page groups on the device are pinned: source and destination can neither be released nor
-trimmed (C7.4).  A transfer ends published or aborted, and only then, and only when its copies have run, do the
-pins go.  `publish` is the moment at which its owner may put the destination into a space or a table, or drop the
-source: it demands that the copies have run, or, for a destination on the device, that its next users are ordered
-after them; and that the content is still what was planned (C7.6).
+From the plan on, the logical pages are pinned: they are neither released, cut nor written (C7.4).  A transfer ends
+published or aborted, and its pins end when its copies have run too.  From `publish` on, its owner may put the
+destination into a space or a table, or drop the source.  `publish` demands that the copies have run, or, for a
+destination on the device, that its next users are ordered after them; and that the content is still the planned one
+(C7.6).
 
-Runs of adjacent ids are coalesced here; what a run becomes is the business of `page_mover.py`, which knows the
-planes, as this file knows no device.
+Runs of adjacent ids are coalesced here.  `mover.py` knows the planes and executes a run; this file knows no device.
 """
 
 from __future__ import annotations
@@ -26,15 +25,21 @@ import numpy.typing as npt
 
 from pagedkv.errors import MisuseError, StaleHandle
 from pagedkv.ledger.free_runs import Ids
-from pagedkv.ledger.pool import PagePool
-from pagedkv.transfer.page_runs import PageRun, page_runs
+from pagedkv.ledger.pages import LogicalPages
 
 Direction = Literal["d2h", "h2d", "d2d"]
 """Device to host, host to device, device to device."""
 
 State = Literal["planned", "submitted", "complete", "published", "aborted"]
 
-Contents = npt.NDArray[np.int64]
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Pages [source, source + count) go to [destination, destination + count)."""
+
+    source: int
+    destination: int
+    count: int
 
 
 @dataclass(eq=False)
@@ -44,10 +49,10 @@ class Transfer:
     Attributes:
         number: in the order of plans.
         direction: "d2h", "h2d" or "d2d".
-        pool: whose page groups.
+        pool: its name.
+        pages, logical: the descriptors, and which of them it moves; pinned while the copies run.
         runs: what to copy; the host side counts pages of its extent.
         host_pages: pages of the whole host extent; 0 for "d2d".
-        device_ids: page groups read or written on the device, pinned while the copies run.
         contents: content epochs of the pages when it was planned (C7.6).
         state: written by `Transfers` alone, as are the flags.
         has_run: the copies are done, or never began.
@@ -57,25 +62,26 @@ class Transfer:
 
     number: int
     direction: Direction
-    pool: PagePool
+    pool: str
+    pages: LogicalPages
+    logical: Ids
     runs: tuple[PageRun, ...]
     host_pages: int
-    device_ids: Ids
-    contents: Contents
+    contents: npt.NDArray[np.int64]
     state: State = "planned"
     has_run: bool = False
     is_ordered: bool = False
     is_aborting: bool = False
 
     @property
-    def pages(self) -> int:
-        """Page groups it moves."""
-        return sum(run.count for run in self.runs)
+    def page_count(self) -> int:
+        """Pages it moves."""
+        return self.logical.size
 
     @property
     def label(self) -> str:
         """Direction, number and pool, as errors print it."""
-        return f"transfer {self.direction}#{self.number} of {self.pages} pages of pool {self.pool.name}"
+        return f"transfer {self.direction}#{self.number} of {self.page_count} pages of pool {self.pool}"
 
 
 @dataclass
@@ -97,37 +103,35 @@ class Transfers:
     counters: TransferCounters = field(default_factory=TransferCounters)
 
     def plan(
-        self, direction: Direction, pool: PagePool, sources: Ids, destinations: Ids, *, host_pages: int = 0,
-        contents: Contents | None = None,
+        self, direction: Direction, pool: str, pages: LogicalPages, logical: Ids, sources: Ids, destinations: Ids, *,
+        host_pages: int = 0,
     ) -> Transfer:
-        """Pin what a copy of whole page groups touches on the device, and coalesce it.  (C7.4, C8.3)
+        """Pin the logical pages whose bytes a copy moves, and coalesce it.  (C7.4, C8.3)
 
         Args:
-            direction: which of the two sides are page groups of `pool`; a host side names pages of a packed
-                extent (`packed_planes.py`), in logical order.
-            sources, destinations: (n,) int32, paired; destinations are distinct, and for "d2d" no source.
+            direction: which of the two sides are page groups of `pool`; a host side names pages of a packed extent
+                (`PackedPlanes`), in logical order.
+            logical: (n,) int32, descriptors of the pages that a space holds.
+            sources, destinations: (n,) int32, paired with them; destinations are distinct, and for "d2d" no source.
+                The caller holds the destinations, as claims of its own.
             host_pages: pages of the whole extent on the host; 0 for "d2d".
-            contents: (n,) content epochs of the pages now; `publish` compares them.
 
         Raises:
-            MisuseError: no page, ids that are not held, not distinct, or outside the extent; nothing changed.
+            MisuseError: no page, ids that are not distinct, or outside the extent; nothing changed.
         """
         runs = page_runs(sources, destinations)
         self._require_distinct(direction, sources, destinations)
         host = {"d2h": destinations, "h2d": sources, "d2d": np.zeros(0, np.int32)}[direction]
         if host.size and not 0 <= int(host.min()) <= int(host.max()) < host_pages:
-            raise MisuseError(f"a {direction} transfer of pool {pool.name}",
+            raise MisuseError(f"a {direction} transfer of pool {pool}",
                               expected=f"host pages 0 to {host_pages - 1} of the extent", got=host.tolist(),
                               remedy="name pages of the packed extent", clause="C8.1")
-        device_ids = {"d2h": sources, "h2d": destinations, "d2d": np.concatenate((sources, destinations))}[direction]
-        pool.pin(device_ids)
-        transfer = Transfer(
-            self.counters.planned, direction, pool, runs, host_pages, device_ids.copy(),
-            np.zeros(sources.size, np.int64) if contents is None else contents.copy(),
-        )
+        pages.pin(logical)
+        transfer = Transfer(self.counters.planned, direction, pool, pages, logical.copy(), runs, host_pages,
+                            pages.content[logical])
         self.open.append(transfer)
         self.counters.planned += 1
-        self.counters.pages += transfer.pages
+        self.counters.pages += transfer.page_count
         self.counters.runs += len(runs)
         return transfer
 
@@ -157,12 +161,11 @@ class Transfers:
         else:
             transfer.state = "complete"
 
-    def publish(self, transfer: Transfer, contents: Contents | None = None) -> None:
+    def publish(self, transfer: Transfer) -> None:
         """Let the owner use the destination, and drop the source if it likes.  (C7.4, C16.9)
 
         Args:
             transfer: complete, or ordered before its users when the destination is on the device.
-            contents: content epochs of the pages now; None compares nothing.
 
         Raises:
             MisuseError: the copies have not run, and nobody waits for them on a stream.
@@ -170,7 +173,7 @@ class Transfers:
         """
         may_be_ordered = transfer.direction != "d2h" and transfer.is_ordered and not transfer.is_aborting
         self._require_state(transfer, "publish", *(("complete", "submitted") if may_be_ordered else ("complete",)))
-        if contents is not None and not np.array_equal(contents, transfer.contents):
+        if not np.array_equal(transfer.pages.content[transfer.logical], transfer.contents):
             raise StaleHandle(f"publish of {transfer.label}", expected="pages with the content that was planned",
                               got="other content epochs", remedy="abort it and plan anew", clause="C7.6")
         self._end(transfer, "published")
@@ -195,7 +198,7 @@ class Transfers:
             self._unpin(transfer)
 
     def _unpin(self, transfer: Transfer) -> None:
-        transfer.pool.unpin(transfer.device_ids)
+        transfer.pages.unpin(transfer.logical)
         self.open.remove(transfer)
 
     def _require_state(self, transfer: Transfer, operation: str, *states: State) -> None:
@@ -214,3 +217,25 @@ class Transfers:
                               expected=f"at least one page, and destinations that are distinct{no_sources}",
                               got=f"{sources.tolist()} to {destinations.tolist()}",
                               remedy="list each destination once", clause="C8.3")
+
+
+def page_runs(sources: Ids, destinations: Ids) -> tuple[PageRun, ...]:
+    """Coalesce (source, destination) pairs, in the order given, into runs.  Python work per run, not per page.  (C8.3)
+
+        sources       [ 7 8 9 | 3 | 12 13 ]
+        destinations  [ 0 1 2 | 3 |  4  5 ]        ->  (7, 0, 3)  (3, 3, 1)  (12, 4, 2)
+
+    A run goes on while both sides advance by one, so that a plane stores it in one piece on both sides.
+    """
+    assert sources.shape == destinations.shape, f"{sources.shape} sources, {destinations.shape} destinations"
+    if not sources.size:
+        return ()
+    breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(destinations) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((starts, [sources.size])))
+    return tuple(
+        PageRun(source, destination, count)
+        for source, destination, count in zip(
+            sources[starts].tolist(), destinations[starts].tolist(), counts.tolist(), strict=True
+        )
+    )

@@ -1,1 +1,1 @@
-"""Values: what everything else is told.  Numbers, profiles, planes, configuration and plans; no state."""
+"""Values: numbers, profiles, planes, configurations and plans.  They have no state, and every layer uses them."""

@@ -1,4 +1,4 @@
-"""AttentionShape: what sizes an attention launch and its workspace, without a device.  (C14.4, C14.6)
+"""AttentionShape: the numbers that size an attention launch and its workspace, without a device.  (C14.4, C14.6)
 
     route decode    any B, W 1 to 16     workspace: one partial result for every query row and key group
     route prefill   B = 1, any W         no workspace
@@ -24,8 +24,8 @@ GRID_AXIS_MAX = 65_535
 QUERY_ROWS_MAX = 1 << 30
 """Query rows are int32 on the device, tiles included."""
 
-# The fixed order of attention's partial results; the same numbers stand in cuda_src/kernels/softmax.cuh and
-# cuda_src/kernels/attention_tiles.cuh, and a test compares them.
+# The fixed order of attention's partial results.  cuda_src/kernels/softmax.cuh and attention_tiles.cuh have the same
+# numbers, and a test compares them.
 SHORT_GROUP_TOKENS = 512
 LONG_GROUP_TOKENS = 2048
 SHORT_GROUPS_END_TOKENS = 4096
@@ -40,7 +40,7 @@ def key_groups(context_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What sizes an attention launch and its workspace: values only.  (C14.4)
+    """The numbers that size an attention launch and its workspace.  (C14.4)
 
     Raises:
         MisuseError: a number out of range, W beyond 16 for decode, or B other than 1 for prefill.
@@ -92,7 +92,7 @@ def workspace_bytes(shape: AttentionShape) -> int:
     """Return the bytes of workspace that one attention call needs; monotone in every number of the shape.  (C14.4)
 
     decode: (m, l, O[D]) in FP32 for every query row and key group, and nothing while one key group covers
-    max_context; prefill: nothing.  Context attention needs what a decode of its shape needs.
+    max_context; prefill: nothing.  Context attention needs as much as a decode of its shape.
     """
     if shape.route == "prefill" or shape.groups == 1:
         return 0

@@ -1,25 +1,30 @@
-"""What a store is built from: geometry, profile, limits, capacity and backend.
+"""The configuration of a store: geometry, profile, limits, capacity and backend.
 
-A configuration is a value: it is checked once, when it is made, and everything derived from it
-(pools, pages, entitlement arithmetic) is arithmetic on it.  (C3.3, C3.4, C4.5, C5.1, C5.2, C5.6)
+A configuration is a value.  It is checked once, at construction; pools, pages and entitlements are
+arithmetic on it.  (C3.3, C3.4, C4.5, C5.1, C5.2, C5.6)
 
     S  max_context       tokens a sequence may reach; never rounded
     C  max_concurrency   active sequences at once
     L  blocks            ceil(S / P), the width of every block table
     M  main_pages        page groups of the Main pool
 
-Automatic capacity is a wish until the planner has resolved it: `with_pages(M)` gives the configuration with that M
-made explicit, and the ledgers, planes and views are built from such a one only.
+The planner resolves an automatic capacity: `with_pages(M)` gives the configuration with that M as its explicit
+capacity.  Ledgers, planes and views are built from a resolved configuration only.
+
+A configuration in JSON has every field of the dataclasses by its own name.  An absent field takes its default, an
+unknown field is refused:
+
+    {"geometry": {"type": "KVGeometry", "layers": 1, ...}, "profile": "bf16", "max_context": 256, ...}
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 from pagedkv.errors import ConfigError
 from pagedkv.values.attention_shape import DECODE_WIDTH_MAX
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.planes import PackedPlanes, PageOrder, PlaneGeometry, plane_inventory
 from pagedkv.values.profiles import (
     HEAD_DIMS_CONTEXT,
     KV_HEADS_MAX,
@@ -41,10 +46,10 @@ CAPACITY_TOKENS_MAX = 1 << 36
 """2^30 pages: ids are int32, and a backend's lead and the guard page come on top (C3.6, C5.6)."""
 
 GRAPH_ALLOWANCE_BYTES_PER_LANE = 12 << 20
-"""What a plan sets aside for captured graphs, their buffers and allocator rounding, per lane, unless told better.
+"""The default allowance for captured graphs, their buffers and allocator rounding, per lane.
 
-An estimate, known from another implementation on an RTX 5090 without a draft; `Store.graph_bytes` says what the
-buffers of the captured units took, and `graph_allowance_bytes` replaces the estimate."""
+An estimate, known from another implementation on an RTX 5090 without a draft.  `Store.graph_bytes` says how many
+bytes the buffers of the captured units take; `graph_allowance_bytes` replaces the estimate."""
 
 
 def _require_int(what: str, value: object, low: int, high: int, clause: str) -> None:
@@ -97,7 +102,7 @@ class ExplicitCapacity:
 class AutoCapacity:
     """Main capacity from the memory that is free when the store opens, resolved once.  (C5.3)
 
-    Open the store after the weights are loaded: what is in use then is not free.
+    Open the store after the weights are loaded, so that their memory does not count as free.
 
     Args:
         headroom_bytes: R, free memory that the plan leaves alone.
@@ -163,13 +168,13 @@ Capacity = ExplicitCapacity | AutoCapacity
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """One pool, resolved: what its ledger, planes and views are built from.  (C3.1, C3.4)
+    """One resolved pool: the source of its ledger, planes and views.  (C3.1, C3.4)
 
     Attributes:
         pages: page groups that leases may name, ids 0 to pages - 1.
         lead_tokens: how far beyond the sequence's own budget a row may write provisionally; both together are
             reserved in whole pages.
-        guard_pages: page groups behind them that no lease ever names; 1 in sanitizer mode (C11.1).
+        guard_pages: page groups behind the last id, which no lease names; 1 in sanitizer mode (C11.1).
     """
 
     name: str
@@ -269,7 +274,7 @@ class StoreConfig:
             raise ConfigError(
                 "AutoCapacity.min_tokens", expected=f"at most {self.pages_max * PAGE_TOKENS} tokens",
                 got=f"{self.kv_capacity.min_tokens} tokens",
-                remedy="more than max_concurrency whole sequences can be used by nobody", clause="C5.1",
+                remedy="lower it: nobody can use more than max_concurrency whole sequences", clause="C5.1",
             )
 
     def _check_reservations(self) -> None:
@@ -325,9 +330,9 @@ class StoreConfig:
 
     @property
     def pages_least(self) -> int:
-        """Least acceptable Main pages: M_min, or what `AutoCapacity.min_tokens` takes, if more.  (C5.1, C5.3)"""
-        wanted = self.kv_capacity.min_tokens if isinstance(self.kv_capacity, AutoCapacity) else None
-        return max(self.pages_min, pages_for_tokens(wanted or 0))
+        """Least acceptable Main pages: M_min or the pages of `AutoCapacity.min_tokens`, the larger.  (C5.1, C5.3)"""
+        least_tokens = self.kv_capacity.min_tokens if isinstance(self.kv_capacity, AutoCapacity) else None
+        return max(self.pages_min, pages_for_tokens(least_tokens or 0))
 
     @property
     def decode_columns(self) -> int:
@@ -374,11 +379,11 @@ class StoreConfig:
         return self.pools_at(self.main_pages)
 
     def with_pages(self, pages: int) -> StoreConfig:
-        """Return this configuration with M made explicit.  (C5.2, C5.3)"""
+        """Return this configuration with the explicit capacity of M = pages.  (C5.2, C5.3)"""
         return replace(self, kv_capacity=ExplicitCapacity(pages * PAGE_TOKENS))
 
     def pools_at(self, pages: int) -> tuple[PoolConfig, ...]:
-        """Return the growing pools as they are at M = pages, whatever the capacity says.  (C3.3, C5.6)"""
+        """Return the growing pools at M = pages; the configured capacity is ignored.  (C3.3, C5.6)"""
         guard = int(self.sanitizer)
         main = PoolConfig("main", self.resolved_profile, self.geometry, "page-major", pages, 0, guard)
         backend = self.backend
@@ -391,3 +396,56 @@ class StoreConfig:
         if isinstance(backend, DraftFullBackend):
             return (main, PoolConfig("draft", PROFILES["bf16"], backend.geometry, "head-major", pages, 0, guard))
         return (main,)
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------
+
+_TYPES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (KVGeometry, ExplicitCapacity, AutoCapacity, MTPBackend, DraftFullBackend)
+}
+
+
+def config_as_json(config: StoreConfig) -> dict[str, object]:
+    """Return a configuration as dicts, strings, numbers and None; `config_from_json` reverses it.  (C5.2)"""
+    return {part.name: _as_json(getattr(config, part.name)) for part in fields(config)}
+
+
+def config_from_json(given: object) -> StoreConfig:
+    """Return the configuration that `config_as_json` wrote; refuse anything else (ConfigError)."""
+    if not isinstance(given, dict):
+        raise _json_refusal("an object with the fields of a StoreConfig", given)
+    config: StoreConfig = _build(StoreConfig, {name: _from_json(value) for name, value in given.items()})
+    return config
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, Profile):
+        return value.name
+    if is_dataclass(value):
+        parts = {part.name: _as_json(getattr(value, part.name)) for part in fields(value)}
+        return {"type": type(value).__name__, **parts}
+    return value
+
+
+def _from_json(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    kind = _TYPES.get(str(value.get("type")))
+    if kind is None:
+        raise _json_refusal(f"a type of {sorted(_TYPES)}", value.get("type"))
+    return _build(kind, {name: _from_json(part) for name, part in value.items() if name != "type"})
+
+
+def _build(kind: type[Any], values: dict[str, object]) -> Any:
+    known = {part.name for part in fields(kind)}
+    if unknown := sorted(values.keys() - known):
+        raise _json_refusal(f"the fields {sorted(known)}", unknown)
+    try:
+        return kind(**values)
+    except TypeError as error:  # a field without a default is absent
+        raise _json_refusal(f"every field of a {kind.__name__} that has no default", str(error)) from error
+
+
+def _json_refusal(expected: str, got: object) -> ConfigError:
+    return ConfigError("a configuration in JSON", expected=expected, got=repr(got),
+                       remedy="use the output of config_as_json, with the same version of the library", clause="C5.2")

@@ -3,7 +3,7 @@
 The same entries are summed for a plan and walked for allocation, so the two cannot drift (C5.4).
 
     slab        allocated by the store when it opens      span, exact, plus a constant 255 bytes of alignment
-    allowance   set aside for what is allocated later     bytes, as configured: caller's state, graphs
+    allowance   reserved for later allocations            bytes, as configured: caller's state, graphs
 
 Every entry has an owner, and every byte of a plan belongs to exactly one:
 
@@ -46,7 +46,7 @@ class Slab:
 
     Attributes:
         guard_bytes: part of the span that guard pages take.
-        is_scratch: nobody reads what it holds at first.
+        is_scratch: nobody reads its first content.
     """
 
     owner: str
@@ -70,7 +70,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Allowance:
-    """Bytes set aside for what others allocate after the store has opened."""
+    """Bytes reserved for allocations of others after the store has opened."""
 
     owner: str
     bytes: int
@@ -78,14 +78,14 @@ class Allowance:
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """Every slab of a store in allocation order, and what is set aside beside them."""
+    """Every slab of a store in allocation order, and the allowances."""
 
     slabs: tuple[Slab, ...]
     allowances: tuple[Allowance, ...] = ()
 
     @property
     def span_bytes(self) -> int:
-        """Exact bytes of all slabs: what the store allocates."""
+        """Exact bytes of all slabs, which the store allocates."""
         return sum(slab.span_bytes for slab in self.slabs)
 
     @property
@@ -140,11 +140,8 @@ def build_layout(config: StoreConfig, *, pages: int | None = None) -> StoreLayou
     """Return every slab that a store of this configuration allocates, and its allowances.  (C5.3, C5.4)
 
     Args:
-        config: resolved, unless `pages` is given.
+        config: resolved, unless a caller passes `pages`.
         pages: M to evaluate instead of the configuration's own; not checked against its limits.
-
-    Raises:
-        ConfigError: capacity is automatic, not yet resolved, and `pages` is not given.
     """
     pools = config.pools if pages is None else config.pools_at(pages)
     slabs: list[Slab] = []
@@ -156,7 +153,7 @@ def build_layout(config: StoreConfig, *, pages: int | None = None) -> StoreLayou
 
 
 def _unit_slabs(config: StoreConfig, pools: tuple[PoolConfig, ...]) -> list[Slab]:
-    """Return what every unit of a store shares, sized for the widest decode and the widest prefill unit."""
+    """Return the slabs that all units of a store share, sized for the widest decode and the widest prefill unit."""
     shapes = ((config.max_concurrency, config.decode_columns), (1, config.prefill_columns_max))
     ingress, egress = (max(words) for words in zip(*(control_words(batch=b, width=w) for b, w in shapes), strict=True))
     slabs = [

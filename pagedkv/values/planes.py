@@ -11,17 +11,25 @@
 Position p lives in block p >> 6 at offset p & 63; `g = table[row, block]` is the same in every
 plane of a pool (C3.5, C3.9).  Example: page-major BF16, D = 128, H = 8: nb1 = 256, nb_head = 16,384,
 nb_page = 131,072; position 70 of head 2 in page group 5 starts at 5*131072 + 2*16384 + 6*256.
+
+n page groups outside their planes, in a host extent or in the staging of a transfer, are packed:
+
+    [ plane 0: n pages | pad to 256 ][ plane 1: n pages | pad ] ...         planes in ordinal order (C4.2)
+
+Pages are in logical order, without holes and without device ids.  Each part has the page order of its plane, with n in
+place of N; so a run of adjacent pages is one copy on both sides (one per head if head-major).  (C5.7, C8.1)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
+from pagedkv.errors import MisuseError
 from pagedkv.values.profiles import Profile, Role, plane_schema
-from pagedkv.values.quantities import PAGE_TOKENS
+from pagedkv.values.quantities import PAGE_TOKENS, SLAB_ALIGN_BYTES, align_up
 
 PageOrder = Literal["page-major", "head-major"]
 
@@ -88,3 +96,35 @@ def plane_inventory(
         for layer in range(layers)
         for plane in schema
     )
+
+
+@dataclass(frozen=True)
+class PackedPlanes:
+    """Layout of `pages` packed page groups of the given planes.
+
+    Attributes:
+        planes: the planes' geometry with N = pages, in the order given.
+        offsets_bytes: where each plane's part begins; multiples of 256.
+        total_bytes: the end of the last part, padding included.
+
+    Raises:
+        MisuseError: no page.
+    """
+
+    planes: tuple[PlaneGeometry, ...]
+    pages: int
+    offsets_bytes: tuple[int, ...] = field(init=False)
+    total_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if type(self.pages) is not int or self.pages < 1:
+            raise MisuseError("a packed layout", expected="at least one page", got=repr(self.pages),
+                              remedy="move nothing when there is nothing to move", clause="C8.1")
+        packed = tuple(replace(plane, pages=self.pages) for plane in self.planes)
+        offsets, end = [], 0
+        for plane in packed:
+            offsets.append(end)
+            end += align_up(plane.span_bytes, SLAB_ALIGN_BYTES)
+        object.__setattr__(self, "planes", packed)
+        object.__setattr__(self, "offsets_bytes", tuple(offsets))
+        object.__setattr__(self, "total_bytes", end)

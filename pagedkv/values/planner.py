@@ -1,10 +1,10 @@
-"""The capacity plan: how many page groups Main gets, and where every device byte goes.  (C5)
+"""The capacity plan: how many page groups Main gets, and the owner of every device byte.  (C5)
 
     B(M) = B_min + (M - M_min) * B_step           complete device reservation at M page groups of Main
 
     |<----------------------------- F, free memory ------------------------------>|
     |<------------- B(M) ------------->|<------------------ slack --------------->|
-    | B_min        | step | step | ... |  what is left of a step  |  R, headroom   |
+    | B_min        | step | step | ... |  the rest of a step      |  R, headroom   |
 
     automatic    M = min(M_max, M_min + floor((F - R - B_min) / B_step)), refused unless F >= R + B_min
     explicit     M = ceil(K_main / P), refused unless F >= B(M)
@@ -12,9 +12,8 @@
 Example: M_min 2, M_max 6, B_min 1000, B_step 128.  F 1360 and R 50 leave 310 bytes above B_min, which are 2 steps:
 M = 4, B = 1256, slack = 104, and R <= slack < R + B_step.
 
-B is not a formula of its own: `layout.py` is evaluated at several M, checked to lie on one line, and evaluated again at
-the M that was chosen.  Nothing is measured and nothing is allocated here: free memory is a number that the caller
-brings.
+B has no formula of its own: `layout.py` is evaluated at several M, and again at the chosen M, and the results must be
+on one line.  The planner measures nothing and allocates nothing: the caller passes the free memory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from pagedkv.errors import CapacityError, ConfigError
 from pagedkv.values.config import CAPACITY_TOKENS_MAX, AutoCapacity, StoreConfig
-from pagedkv.values.layout import build_layout
+from pagedkv.values.layout import StoreLayout, build_layout
 from pagedkv.values.quantities import PAGE_TOKENS, pages_for_tokens
 
 
@@ -52,29 +51,29 @@ class CapacityCurve:
             return None
         return min(self.pages_max, self.pages_min + (budget_bytes - self.b_min) // self.b_step)
 
-    def choose(self, *, budget_bytes: int, least: int, wanted: int) -> int | None:
-        """Return M: as many of the wanted pages as a budget F - R holds; None when that is fewer than `least`."""
+    def choose(self, *, budget_bytes: int, least: int, most: int) -> int | None:
+        """Return M: the pages that a budget F - R holds, at most `most`; None when it holds fewer than `least`."""
         within = self.pages_within(budget_bytes)
-        return None if within is None or within < least else min(within, wanted)
+        return None if within is None or within < least else min(within, most)
 
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """A capacity that fits, with every byte by owner; made by `plan`.
+    """A capacity that fits, with every byte by owner; `plan` returns it.
 
     Attributes:
-        config: the configuration with M made explicit.
+        config: the configuration with M as its explicit capacity.
         pages: M, page groups of Main.
         pages_min, pages_max: M_min and M_max (C5.1).
         bytes: B(M), the complete device reservation.
-        b_min, b_step: B at M_min, and what each further page group adds.
-        bytes_max: B(M_max), what every lane at its ceiling would take.
+        b_min, b_step: B at M_min, and the bytes of each further page group.
+        bytes_max: B(M_max), the reservation for every lane at its ceiling.
         free_bytes: F.
         headroom_bytes: R; 0 for an explicit capacity.
         slack: F - B(M), bytes.
         owners: owner -> bytes, alignment last; their sum is `bytes`.
         total_bytes: memory of the device, if known.
-        cache_bytes: what the runtime's caches of this process held before they were emptied (C5.3).
+        cache_bytes: bytes in the runtime's caches of this process before they were emptied (C5.3).
         host_arena_bytes: pinned host memory for replicas.
         host_pages: pool -> most page groups that one extent of the whole arena could hold (C5.7).
     """
@@ -107,7 +106,7 @@ class CapacityPlan:
 
     @property
     def whole_sequences(self) -> int:
-        """How many sequences can stand at max_context together; at least 1, at most C.  (C5.1)"""
+        """How many sequences can reach max_context together; at least 1, at most C.  (C5.1)"""
         return min(self.pages // self.config.blocks, self.config.max_concurrency)
 
     @property
@@ -125,18 +124,22 @@ class CapacityPlan:
 
 
 def capacity_curve(config: StoreConfig) -> CapacityCurve:
-    """Return the line that the layout builder draws between M_min and M_max.  (C5.3, C5.4)
-
-    The layout is built at M_min, the two pages after it, half way and M_max; M_max may equal M_min.
-    """
+    """Return the line that the layout builder draws between M_min and M_max, checked at five M.  (C5.3, C5.4)"""
     low, high = config.pages_min, config.pages_max
     b_min = build_layout(config, pages=low).charged_bytes
     b_step = build_layout(config, pages=low + 1).charged_bytes - b_min
     curve = CapacityCurve(low, high, b_min, b_step)
     for pages in (low + 2, (low + high) // 2, high):
-        built = build_layout(config, pages=pages).charged_bytes
-        assert built == curve.bytes_at(pages), f"B is not affine: {built} bytes at {pages} pages, {curve}"
+        _layout_on(curve, config, pages)
     return curve
+
+
+def _layout_on(curve: CapacityCurve, config: StoreConfig, pages: int) -> StoreLayout:
+    """Build the layout at M; also under `python -O`, raise AssertionError if its bytes are not on the line.  (C5.4)"""
+    layout = build_layout(config, pages=pages)
+    if layout.charged_bytes != curve.bytes_at(pages):
+        raise AssertionError(f"B is not affine: {layout.charged_bytes} bytes at {pages} pages, {curve}")
+    return layout
 
 
 def plan(
@@ -151,7 +154,7 @@ def plan(
 
     Raises:
         CapacityError: too little memory; `free_bytes`, `needed_bytes`, `pages` and `curve` are fields, and the
-            remedy names what would fit.
+            remedy names changes that fit.
         ConfigError: a negative count.
     """
     if not isinstance(config, StoreConfig):
@@ -164,13 +167,12 @@ def plan(
             raise ConfigError(name, expected="a count of bytes, 0 or more", got=repr(count),
                               remedy="pass what the device reports", clause="C5.3")
     curve = capacity_curve(config)
-    least, wanted = acceptable_pages(config)
-    pages = curve.choose(budget_bytes=free_bytes - headroom_bytes(config), least=least, wanted=wanted)
+    least, most = acceptable_pages(config)
+    pages = curve.choose(budget_bytes=free_bytes - headroom_bytes(config), least=least, most=most)
     if pages is None:
         raise _too_little(config, curve, free_bytes)
     resolved = config.with_pages(pages)
-    layout = build_layout(resolved)
-    assert layout.charged_bytes == curve.bytes_at(pages), f"{layout.charged_bytes} bytes at {pages} pages, {curve}"
+    layout = _layout_on(curve, resolved, pages)
     return CapacityPlan(
         config=resolved, pages=pages, pages_min=curve.pages_min, pages_max=curve.pages_max,
         bytes=layout.charged_bytes, b_min=curve.b_min, b_step=curve.b_step,
@@ -183,7 +185,7 @@ def plan(
 
 
 def acceptable_pages(config: StoreConfig) -> tuple[int, int]:
-    """Return the least acceptable and the wanted pages of Main; equal when capacity is explicit.  (C5.2, C5.3)"""
+    """Return the least and the most acceptable pages of Main; equal when capacity is explicit.  (C5.2, C5.3)"""
     if config.is_resolved:
         return config.main_pages, config.main_pages
     return config.pages_least, min(config.pages_max, pages_for_tokens(CAPACITY_TOKENS_MAX))
@@ -197,55 +199,54 @@ def headroom_bytes(config: StoreConfig) -> int:
 def advice(config: StoreConfig, free_bytes: int) -> list[str]:
     """Return changes that make a refused plan fit, each enough by itself and each the smallest of its kind.  (C5.3)
 
-    Lowered contexts are whole pages.  The last resort, when nothing of it helps, is the first entry: free memory.
+    Lowered contexts are whole pages.  The first entry is always to free memory.
     """
     curve = capacity_curve(config)
     least, _ = acceptable_pages(config)
     headroom = headroom_bytes(config)
     budget = free_bytes - headroom
-    found = [f"free {headroom + curve.bytes_at(least) - free_bytes} bytes"]
+    hints = [f"free {headroom + curve.bytes_at(least) - free_bytes} bytes"]
     if headroom and free_bytes >= curve.bytes_at(least):
-        found.append(f"lower the headroom to {free_bytes - curve.bytes_at(least)} bytes")
+        hints.append(f"lower the headroom to {free_bytes - curve.bytes_at(least)} bytes")
     within = curve.pages_within(budget)
-    if within is not None:  # the contract's least fits: only the wish for more is too much
-        found.append(f"lower the {'capacity' if config.is_resolved else 'min_tokens'} to {within * PAGE_TOKENS} tokens")
-        return found
+    if within is not None:  # M_min fits, and only a larger minimum does not
+        hints.append(f"lower the {'capacity' if config.is_resolved else 'min_tokens'} to {within * PAGE_TOKENS} tokens")
+        return hints
 
     shorter = _largest_fitting(
-        config, config.blocks, budget, lambda wish, blocks: replace(wish, max_context=blocks * PAGE_TOKENS)
+        config, config.blocks, budget, lambda base, blocks: replace(base, max_context=blocks * PAGE_TOKENS)
     )
     fewer = _largest_fitting(
-        config, config.max_concurrency, budget, lambda wish, lanes: replace(wish, max_concurrency=lanes)
+        config, config.max_concurrency, budget, lambda base, lanes: replace(base, max_concurrency=lanes)
     )
-    for what, smaller in (("max_context", shorter), ("max_concurrency", fewer)):
+    for name, smaller in (("max_context", shorter), ("max_concurrency", fewer)):
         if smaller is not None:
             also = f" and the capacity to {smaller.pages_min * PAGE_TOKENS} tokens" if config.is_resolved else ""
-            found.append(f"lower {what} to {getattr(smaller, what)}{also}")
-    return found
+            hints.append(f"lower {name} to {getattr(smaller, name)}{also}")
+    return hints
 
 
 def _largest_fitting(
     config: StoreConfig, limit: int, budget_bytes: int, build: Callable[[StoreConfig, int], StoreConfig]
 ) -> StoreConfig | None:
-    """Return what `build` makes of the largest value below `limit` whose least reservation fits a budget.
+    """Return `build` of the largest value below `limit` whose least reservation fits a budget; None if none fits.
 
-    The reservation grows with the value (context and lanes both only add bytes), so bisection finds it.  None when no
-    value fits, or when the wish for min_tokens cannot be met with so few.
+    More context or more lanes only add bytes, so bisection finds the value.  It must also allow `min_tokens`.
     """
     capacity = config.kv_capacity
-    wish_pages = pages_for_tokens(capacity.min_tokens or 0) if isinstance(capacity, AutoCapacity) else 0
-    wish = replace(config, kv_capacity=AutoCapacity())
-    found = None
+    least_pages = pages_for_tokens(capacity.min_tokens or 0) if isinstance(capacity, AutoCapacity) else 0
+    base = replace(config, kv_capacity=AutoCapacity())
+    largest = None
     low, high = 1, limit - 1
     while low <= high:
         middle = (low + high) // 2
-        smaller = build(wish, middle)
-        pages = max(smaller.pages_min, wish_pages)
+        smaller = build(base, middle)
+        pages = max(smaller.pages_min, least_pages)
         if build_layout(smaller, pages=pages).charged_bytes <= budget_bytes:
-            found, low = smaller, middle + 1
+            largest, low = smaller, middle + 1
         else:
             high = middle - 1
-    return found if found is not None and wish_pages <= found.pages_max else None
+    return largest if largest is not None and least_pages <= largest.pages_max else None
 
 
 def host_pages(config: StoreConfig, pool_name: str) -> int:
@@ -258,17 +259,17 @@ def host_pages(config: StoreConfig, pool_name: str) -> int:
 
 
 def _too_little(config: StoreConfig, curve: CapacityCurve, free_bytes: int) -> CapacityError:
-    """Return the refusal of a plan that memory does not hold: free, wanted, least and got."""
-    least, wanted = acceptable_pages(config)
+    """Return the refusal of a plan that does not fit: free, wanted, least and got."""
+    least, most = acceptable_pages(config)
     headroom = headroom_bytes(config)
     needed = headroom + curve.bytes_at(least)
     got = curve.pages_within(free_bytes - headroom) or 0
-    at_least = f", at least {least}," if least < wanted else ""
+    at_least = f", at least {least}," if least < most else ""
     beside = f" and {headroom} bytes of headroom" if headroom else ""
     return CapacityError(
-        f"a plan of {wanted} Main pages{at_least}",
+        f"a plan of {most} Main pages{at_least}",
         expected=f"{needed} free bytes ({curve.bytes_at(least)} bytes for {least} pages{beside})",
         got=f"{free_bytes} free bytes, which hold {got} pages",
         remedy=", or ".join(advice(config, free_bytes)), clause="C5.3",
-        free_bytes=free_bytes, needed_bytes=needed, pages=got, least_pages=least, wanted_pages=wanted, curve=curve,
+        free_bytes=free_bytes, needed_bytes=needed, pages=got, least_pages=least, wanted_pages=most, curve=curve,
     )

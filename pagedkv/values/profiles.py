@@ -1,4 +1,4 @@
-"""Storage profiles: the closed set of formats in which K and V rows are kept.  (C4)
+"""Storage profiles: the closed set of formats in which K and V rows are stored.  (C4)
 
 A profile names four plane roles.  Per token and KV head, for head_dim D:
 
@@ -10,7 +10,7 @@ A profile names four plane roles.  Per token and KV head, for head_dim D:
     k8v4            E4M3 [D]      E2M1 [D/2]    FP16 [1]       E4M3 [D/16]
 
 `plane_schema` is the one function that resolves (profile, head_dim); every byte count in the
-library is a sum over what it returns (C4.2).  The order K code, V code, K scale, V scale is the
+library is a sum over its result (C4.2).  The order K code, V code, K scale, V scale is the
 plane ordinal of pools, host pages and transfers.
 """
 
@@ -37,7 +37,7 @@ QUERY_HEADS_MAX = KV_HEADS_MAX * QUERY_GROUP_MAX
 
 @dataclass(frozen=True)
 class Format:
-    """How one vector is kept: a code and, when quantized, a scale for every `scale_dims` values.
+    """How one vector is stored: a code and, when quantized, a scale for every `scale_dims` values.
 
     `values_per_code` is 2 for packed E2M1; `scale_dims` 0 means one scale for the whole row.
     """
@@ -108,19 +108,15 @@ class PlaneRole:
 
 
 def resolve_profile(profile: str | Profile) -> Profile:
-    """Return the profile of that name or alias, in any letter case.  (C0, C4)
-
-    Raises:
-        ConfigError: the name is in no profile; the closed set is listed.
-    """
+    """Return the profile of that name or alias, in any letter case; refuse any other.  (C0, C4)"""
     if isinstance(profile, Profile):
         if any(known is profile for known in PROFILES.values()):
             return profile
     elif isinstance(profile, str):
         name = profile.lower()
-        found = PROFILES.get(_ALIASES.get(name, name))
-        if found is not None:
-            return found
+        named = PROFILES.get(_ALIASES.get(name, name))
+        if named is not None:
+            return named
     raise ConfigError(
         "the storage profile", expected="one of " + ", ".join(PROFILES), got=repr(profile),
         remedy="choose a profile of the closed set", clause="C4.1",
@@ -128,11 +124,7 @@ def resolve_profile(profile: str | Profile) -> Profile:
 
 
 def check_head_dim(profile: Profile, head_dim: int) -> None:
-    """Refuse a head_dim that the profile does not support.  (C4.5)
-
-    Raises:
-        ConfigError: bf16 takes multiples of 16 from 16 to 256; quantized profiles 64, 128 and 256.
-    """
+    """Refuse a head_dim that the profile does not support.  (C4.5)"""
     allowed = HEAD_DIMS_QUANTIZED if profile.is_quantized else HEAD_DIMS_BF16
     if type(head_dim) is not int or head_dim not in allowed:
         expected = "64, 128 or 256" if profile.is_quantized else "a multiple of 16 from 16 to 256"
@@ -143,11 +135,7 @@ def check_head_dim(profile: Profile, head_dim: int) -> None:
 
 
 def check_heads(query_heads: int, kv_heads: int) -> None:
-    """Refuse a group of query heads per KV head that no kernel serves; both are positive integers.  (C4.5)
-
-    Raises:
-        ConfigError: query heads are no multiple of KV heads, or more than 16 times as many.
-    """
+    """Refuse a group of query heads per KV head that no kernel serves; both are positive integers.  (C4.5)"""
     if query_heads % kv_heads or query_heads // kv_heads > QUERY_GROUP_MAX:
         raise ConfigError(
             "the head geometry", expected=f"query_heads = kv_heads times 1 to {QUERY_GROUP_MAX}",
@@ -157,23 +145,15 @@ def check_heads(query_heads: int, kv_heads: int) -> None:
 
 
 def plane_schema(profile: str | Profile, head_dim: int) -> tuple[PlaneRole, ...]:
-    """Return the planes of one layer in ordinal order: K code, V code, K scale, V scale.  (C4.2)
-
-    Raises:
-        ConfigError: an unknown profile, or a head_dim that it does not support.
-    """
+    """Return the planes of one layer in ordinal order: K code, V code, K scale, V scale.  (C4.2)"""
     resolved = resolve_profile(profile)
     check_head_dim(resolved, head_dim)
 
-    def scale_extent(kept: Format) -> int:
-        return head_dim // kept.scale_dims if kept.scale_dims else 1
-
-    planes = [
-        PlaneRole("k_code", resolved.k.code_dtype, head_dim // resolved.k.values_per_code),
-        PlaneRole("v_code", resolved.v.code_dtype, head_dim // resolved.v.values_per_code),
-    ]
-    if resolved.k.scale_dtype is not None:
-        planes.append(PlaneRole("k_scale", resolved.k.scale_dtype, scale_extent(resolved.k)))
-    if resolved.v.scale_dtype is not None:
-        planes.append(PlaneRole("v_scale", resolved.v.scale_dtype, scale_extent(resolved.v)))
+    sides: tuple[tuple[Role, Role, Format], ...] = (
+        ("k_code", "k_scale", resolved.k), ("v_code", "v_scale", resolved.v),
+    )
+    planes = [PlaneRole(code, form.code_dtype, head_dim // form.values_per_code) for code, _, form in sides]
+    for _, scale, form in sides:
+        if form.scale_dtype is not None:
+            planes.append(PlaneRole(scale, form.scale_dtype, head_dim // form.scale_dims if form.scale_dims else 1))
     return tuple(planes)

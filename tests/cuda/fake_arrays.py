@@ -1,19 +1,20 @@
-"""Arrays of the CuPy that has no GPU: NumPy does the arithmetic, CuPy's rules decide what is allowed.
+"""Arrays of the CuPy that has no GPU: NumPy does the arithmetic, CuPy's rules decide what is legal.
 
-Outside a capture an operation runs at once.  On a capturing stream it is recorded: its result gets memory from the
-current allocator, and a closure over the operands' *memory* waits for the replay, so a replay computes anew from what
-lies at the recorded addresses.  Result shapes come from a trial on zeros, as nothing runs under capture.
+Outside a capture an operation runs at once.  A capturing stream records it: its result gets memory from the current
+allocator, and a closure over the operands' *memory* waits for the replay, so the replay reads the bytes at the recorded
+addresses.  Nothing runs under capture, so a trial on zeros gives the shape of the result.
 
-What CuPy or CUDA refuses is refused: NumPy arrays among CuPy's, matrix products on a capturing stream, values read
-back by a capture, masks that need a count, allocation outside the graph's pool, work on the default stream meanwhile.
+The arrays refuse what CuPy or CUDA refuses: NumPy arrays among CuPy's; on a capturing stream matrix products, values
+read back, masks that need a count, and allocation outside the graph's pool; work on the default stream meanwhile.
 
-Not modelled: implicit conversion `numpy_array[...] = cupy_array`, which CuPy refuses and a subclass of ndarray cannot.
+Not modelled: `numpy_array[...] = cupy_array`, which CuPy refuses; a subclass of ndarray cannot refuse it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,24 +27,17 @@ FROM_HOST = frozenset(("array", "asarray", "ascontiguousarray", "frombuffer", "f
 
 
 class Machine(Protocol):
-    """What arrays ask of the machine they live on."""
+    """The part of `FakeCupy` that arrays use."""
 
     @property
-    def is_recording(self) -> bool:
-        """Does the current stream capture?"""
-
-    def submit(self, work: Callable[[], object]) -> None:
-        """Run work on the current stream, or record it there."""
-
-    def allocate(self, byte_count: int) -> Any:
-        """Give memory from the current allocator."""
-
-    def capture_error(self, status: int) -> Exception:
-        """Give CUDA's error of a capture, and break the capture."""
+    def is_recording(self) -> bool: ...
+    def submit(self, work: Callable[[], object]) -> None: ...
+    def allocate(self, byte_count: int) -> Any: ...
+    def capture_error(self, status: int) -> Exception: ...
 
 
 def plain(array: FakeArray) -> np.ndarray:
-    """Give the same memory as a plain ndarray that holds the bytes mapped, but not the pool's block."""
+    """Give the same memory as a plain ndarray, which keeps the bytes mapped, but not the pool's block."""
     content: np.ndarray = array.memory.content
     offset = array.ctypes.data - content.ctypes.data
     return np.ndarray(array.shape, array.dtype, content, offset, array.strides)
@@ -74,42 +68,34 @@ class FakeArray(np.ndarray):
 
     @property
     def data(self) -> Any:
-        """Where it lies: `ptr` and `device_id`, as CuPy's MemoryPointer."""
-        return _Where(int(self.ctypes.data))
+        """`ptr` and `device_id`, as CuPy's MemoryPointer."""
+        return SimpleNamespace(ptr=int(self.ctypes.data), device_id=0)
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
-        """Copy to the host."""
-        self._read_back()
-        return plain(self).copy()
+        return self._read_back().copy()
 
     def set(self, arr: np.ndarray, stream: Any = None) -> None:
-        """Copy from the host."""
-        self._read_back()
-        plain(self)[...] = arr
+        self._read_back()[...] = arr
 
-    def _read_back(self) -> None:
+    def _read_back(self) -> np.ndarray:
         if self.machine.is_recording:
             raise self.machine.capture_error(900)
+        return plain(self)
 
     def item(self, *args: Any) -> Any:
-        self._read_back()
-        return plain(self).item(*args)
+        return self._read_back().item(*args)
 
     def tolist(self) -> Any:
-        self._read_back()
-        return plain(self).tolist()
+        return self._read_back().tolist()
 
     def __bool__(self) -> bool:
-        self._read_back()
-        return bool(plain(self))
+        return bool(self._read_back())
 
     def __int__(self) -> int:
-        self._read_back()
-        return int(plain(self))
+        return int(self._read_back())
 
     def __float__(self) -> float:
-        self._read_back()
-        return float(plain(self))
+        return float(self._read_back())
 
     def __index__(self) -> int:
         raise TypeError("only integer scalar arrays can be converted to a scalar index")
@@ -218,26 +204,16 @@ class FakeArray(np.ndarray):
     def sum(self, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
         return self._operate(np.sum, (self,), {"axis": axis, "dtype": dtype, "keepdims": keepdims}, ())
 
-    def min(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
-        return self._operate(np.min, (self,), {"axis": axis, "keepdims": keepdims}, ())
 
-    def max(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
-        return self._operate(np.max, (self,), {"axis": axis, "keepdims": keepdims}, ())
+def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce(array: FakeArray, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:
+        return array._operate(function, (array,), {"axis": axis, "keepdims": keepdims}, ())
 
-    def any(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
-        return self._operate(np.any, (self,), {"axis": axis, "keepdims": keepdims}, ())
-
-    def all(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:  # type: ignore[override]
-        return self._operate(np.all, (self,), {"axis": axis, "keepdims": keepdims}, ())
+    return reduce
 
 
-class _Where:
-    """What `ndarray.data` tells."""
-
-    device_id = 0
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+for _name in ("min", "max", "any", "all"):
+    setattr(FakeArray, _name, _reduction(getattr(np, _name)))
 
 
 def _take(array: np.ndarray, *keys: Any) -> np.ndarray:

@@ -2,16 +2,16 @@
 
     CudaDevice(runtime=CudaRuntime(FakeCupy(cpu_device)))
 
-Everything below the one door (`pagedkv/devices/cuda/runtime.py`) is here; above it runs the product.  A stream runs
-work at once, so nothing is proved about order (`tests/gpu` does that); what is proved is what the cuda device asks of
-CuPy, in which order, and what it does with a refusal.  Names that are not needed are absent, and a test holds the
-present ones against CuPy's own docstrings.
+The product runs above the one door (`pagedkv/devices/cuda/runtime.py`), this file below it.  A stream runs work at
+once, so tests prove nothing about order here (`tests/gpu` does that).  They prove which calls the cuda device makes to
+CuPy, in which order, and what it does after a refusal.  Only the names that the device uses exist, and a test compares
+them with CuPy's own docstrings.
 
-    capture   work on streams that take part is recorded; a stream joins by waiting for a captured event
+    capture   streams that take part record their work; a stream joins by waiting for a captured event
               refused: allocation that the pool cannot serve, synchronization, queries, the default stream,
               streams that were not joined, matrix products, values read back; a refusal breaks the capture
-    memory    blocks of a dead pool are handed out again at once, so a graph that lost its pool shows
-    kernels   NVRTC compiles with the cpu device's compiler and hands over what its PTX would say of signatures
+    memory    the GPU hands blocks of a dead pool out again at once, so a graph that lost its pool fails
+    kernels   NVRTC is the cpu device's compiler, and gives the signatures as its PTX would
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 from pagedkv.devices.cpu.compiler import build
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.cpu.kernels import CpuModule
+from pagedkv.devices.kernels import Launch
 from pagedkv.devices.protocol import ModuleSpec
 from tests.cuda.fake_arrays import FakeArray
 
@@ -45,27 +46,19 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
-class CUDADriverError(RuntimeError):
-    """As CuPy's."""
+class CUDADriverError(RuntimeError): ...
 
 
-class NVRTCError(RuntimeError):
-    """As CuPy's."""
+class NVRTCError(RuntimeError): ...
 
 
-class OutOfMemoryError(MemoryError):
-    """As CuPy's."""
+class OutOfMemoryError(MemoryError): ...
 
 
 class FakeCupy:
-    """The module `cupy` of one machine, with one GPU of architecture sm_90.
+    """The module `cupy` of one machine, with one GPU of architecture sm_90 and `memory_bytes`.
 
-    Args:
-        device: runs the kernels and maps the memory.
-        memory_bytes: of the GPU.
-
-    Attributes:
-        log: names of the runtime calls made, in order.
+    `device` runs the kernels and maps the memory; `log` holds the names of the runtime calls, in order.
     """
 
     __version__ = "14.2.0"
@@ -86,41 +79,34 @@ class FakeCupy:
         self.cuda = _cuda(self)
 
     def get_default_memory_pool(self) -> MemoryPool:
-        """Give the pool of code that asked for no other."""
         return self.default_pool
 
     # ---- what arrays ask -------------------------------------------------------------------------------------------
 
     @property
     def is_recording(self) -> bool:
-        """Does the current stream capture?"""
         return bool(self.streams) and self.streams[-1].recording is not None
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Run on the current stream, or record there."""
         if self.recording is not None and not self.streams:
             raise self.capture_error(IMPLICIT)
         self.submit_on(self.streams[-1] if self.streams else None, work)
 
     def submit_on(self, stream: Any, work: Callable[[], object]) -> None:
-        """Run on one stream, or record there."""
         if stream is not None and stream.recording is not None:
             stream.recording.add(stream, work)
         else:
             work()
 
     def allocate(self, byte_count: int) -> Any:
-        """Allocate as an array function does."""
         return (self.allocators[-1] if self.allocators else self.default_pool.malloc)(byte_count)
 
     def capture_error(self, status: int) -> CUDARuntimeError:
-        """Break the capture and give the error."""
         if self.recording is not None:
             self.recording.is_broken = True
         return CUDARuntimeError(status)
 
     def forbid_in_capture(self) -> None:
-        """Refuse what the thread-local capture mode refuses to this thread."""
         if self.recording is not None:
             raise self.capture_error(NOT_PERMITTED)
 
@@ -134,7 +120,8 @@ class FakeCupy:
         if self.mapped_bytes + byte_count > self.memory_bytes:
             raise OutOfMemoryError(f"Out of memory allocating {byte_count} bytes")
         self.mapped_bytes += byte_count
-        return self.device.empty((byte_count,), np.uint8, align_bytes=512)
+        block: np.ndarray = self.device.empty((byte_count,), np.uint8, align_bytes=512)
+        return block
 
     def unmap(self, block: np.ndarray) -> None:
         """Take GPU memory back; its bytes stay mapped, so that a late write lands in the next owner's."""
@@ -148,8 +135,6 @@ class FakeCupy:
 
 
 class Recording:
-    """One capture."""
-
     def __init__(self, origin: Any) -> None:
         self.origin = origin
         self.work: list[Callable[[], object]] = []
@@ -158,13 +143,11 @@ class Recording:
         self.is_broken = False
 
     def add(self, stream: Any, work: Callable[[], object]) -> None:
-        """Record one node behind the stream's tail."""
         self.after.append(set(stream.tail))
         self.work.append(work)
         stream.tail = {len(self.work) - 1}
 
     def is_joined(self) -> bool:
-        """Does the origin's tail wait for everything?"""
         reached: set[int] = set()
         pending = list(self.origin.tail)
         while pending:
@@ -176,8 +159,6 @@ class Recording:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 class MemoryPointer:
     """A place in a piece of memory: `MemoryPointer(mem, offset)`."""
 
@@ -190,7 +171,7 @@ class MemoryPointer:
 
 
 class PooledMemory:
-    """One block of a pool; goes back with the last reference."""
+    """One block of a pool; the last reference returns it."""
 
     def __init__(self, pool: MemoryPool, block: np.ndarray) -> None:
         self.pool = pool
@@ -220,25 +201,20 @@ class MemoryPool:
         self.live_bytes = 0
 
     def malloc(self, size: int) -> MemoryPointer:
-        """Give a block."""
         found = self.blocks.get(size)
         block = found.pop() if found else self.machine.map(size)
         return MemoryPointer(PooledMemory(self, block), 0)
 
     def used_bytes(self) -> int:
-        """Bytes of live blocks."""
         return self.live_bytes
 
     def free_bytes(self) -> int:
-        """Bytes of free blocks."""
         return sum(block.size for blocks in self.blocks.values() for block in blocks)
 
     def total_bytes(self) -> int:
-        """Both."""
         return self.used_bytes() + self.free_bytes()
 
     def free_all_blocks(self, stream: Any = None) -> None:
-        """Give free blocks back to the GPU."""
         blocks, self.blocks = self.blocks, {}
         for found in blocks.values():
             for block in found:
@@ -249,8 +225,6 @@ class MemoryPool:
 
 
 # ---- streams, events, graphs -----------------------------------------------------------------------------------------
-
-
 def _stream_classes(machine: FakeCupy) -> tuple[type, type, type]:
     class Stream:
         def __init__(
@@ -325,8 +299,6 @@ def _stream_classes(machine: FakeCupy) -> tuple[type, type, type]:
 
 
 # ---- the namespace below cupy.cuda -----------------------------------------------------------------------------------
-
-
 def _cuda(machine: FakeCupy) -> types.SimpleNamespace:
     Stream, Event, Graph = _stream_classes(machine)
 
@@ -338,7 +310,7 @@ def _cuda(machine: FakeCupy) -> types.SimpleNamespace:
 
         def __del__(self) -> None:
             if machine.recording is not None:
-                machine.capture_error(NOT_PERMITTED)  # cudaFreeHost; nobody hears of it, but the capture is broken
+                machine.capture_error(NOT_PERMITTED)  # cudaFreeHost breaks the capture without an error here
 
     class BoundPool(MemoryPool):
         def __init__(self, allocator: Any = None) -> None:
@@ -353,19 +325,10 @@ def _cuda(machine: FakeCupy) -> types.SimpleNamespace:
             machine.allocators.pop()
 
     return types.SimpleNamespace(
-        Stream=Stream,
-        Event=Event,
-        Graph=Graph,
-        MemoryPool=BoundPool,
-        MemoryPointer=MemoryPointer,
-        UnownedMemory=UnownedMemory,
-        PinnedMemory=PinnedMemory,
-        using_allocator=using_allocator,
-        memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
-        runtime=_Runtime(machine),
-        driver=_Driver(machine),
-        nvrtc=_Nvrtc(machine),
-        function=types.SimpleNamespace(Module=_module_class(machine)),
+        Stream=Stream, Event=Event, Graph=Graph, MemoryPool=BoundPool, MemoryPointer=MemoryPointer,
+        UnownedMemory=UnownedMemory, PinnedMemory=PinnedMemory, using_allocator=using_allocator,
+        memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError), runtime=_Runtime(machine),
+        driver=_Driver(machine), nvrtc=_Nvrtc(machine), function=types.SimpleNamespace(Module=_module_class(machine)),
     )
 
 
@@ -412,20 +375,20 @@ class _Runtime:
 
     def eventRecord(self, event: int, stream: int) -> None:
         self._machine.log.append("eventRecord")
-        made, on = self._machine.handles[event], self._machine.handles[stream]
-        made.recording, made.nodes = on.recording, set(on.tail)
+        point, on = self._machine.handles[event], self._machine.handles[stream]
+        point.recording, point.nodes = on.recording, set(on.tail)
 
     def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:
         self._machine.log.append("streamWaitEvent")
-        made, on = self._machine.handles[event], self._machine.handles[stream]
-        if self._machine.recording is None or made.recording is not self._machine.recording:
+        point, on = self._machine.handles[event], self._machine.handles[stream]
+        if self._machine.recording is None or point.recording is not self._machine.recording:
             if on.recording is not None:
                 raise self._machine.capture_error(905)
             return
         if on.recording is None:
-            on.recording = made.recording
+            on.recording = point.recording
             self._machine.recording.streams.append(on)
-        on.tail |= made.nodes
+        on.tail |= point.nodes
 
     def eventSynchronize(self, event: int) -> None:
         self._synchronize("eventSynchronize")
@@ -464,7 +427,7 @@ class _Driver:
         pointers = (ctypes.c_uint64 * len(kernel.parameters)).from_address(kernel_params)
         slots = b"".join(ctypes.string_at(pointer, 8) for pointer in pointers)
         grid, block = (grid_dim_x, grid_dim_y, grid_dim_z), (block_dim_x, block_dim_y, block_dim_z)
-        operation = kernel.operation(grid, block, slots)
+        operation = kernel.operation(Launch(grid, block, slots))
         executor = machine.device._context.executor
         machine.submit_on(machine.handles[stream], lambda: operation.run(executor))
 
@@ -510,8 +473,8 @@ class _Nvrtc:
         for name in program.kernels():
             words = (*program.module.kernel(name).signature.words, 0)
             content = b"".join(word.to_bytes(4, "little") for word in words)
-            shown = ", ".join(str(byte) for byte in content.rstrip(b"\0"))
-            initializer = f" = {{{shown}}}" if shown else ""
+            initial = ", ".join(str(byte) for byte in content.rstrip(b"\0"))
+            initializer = f" = {{{initial}}}" if initial else ""
             lines.append(f".global .align 4 .b8 pk_signature_{name}[{len(content)}]{initializer};")
         return "\n".join(lines).encode()
 
@@ -535,7 +498,7 @@ class _Program:
         self.headers = headers
 
     def kernels(self) -> list[str]:
-        """Names exported by the text and the headers it was given."""
+        """Give the names that the text and its headers export."""
         texts = [self.text, *(header.decode() for header in self.headers.values())]
         found = {name for text in texts for name in _EXPORT.findall(text)} - {"kernel", "name"}
         return sorted(found)

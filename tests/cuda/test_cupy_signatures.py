@@ -1,7 +1,7 @@
-"""Every call of CuPy that this package makes, against CuPy's own words; no GPU is needed to import CuPy.
+"""Every call of CuPy that this package makes, against CuPy's own signatures; importing CuPy needs no GPU.
 
-The first line of a docstring carries Cython's signature.  The calls are read out of the source: `invoke("path", ...)`.
-The fake is held to the same names and order, so that it cannot drift from what it stands for.
+The first line of a docstring holds Cython's signature.  The calls are those of the source: `invoke("path", ...)`.
+The fake must have the same names in the same order, so that it cannot drift from CuPy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.kernels.cpu_helpers import cpu_device
 
 cupy = pytest.importorskip("cupy", reason="CuPy, an external package that may be absent")
 
-# What the first line of a docstring does not tell, with where it is told instead.
+# Signatures that are not in the first line of a docstring, with their source.
 WRITTEN_DOWN = {
     "ndarray": "ndarray(shape, dtype=float, memptr=None, strides=None, order='C')",  # its docstring, second line
     "cuda.using_allocator": "using_allocator(allocator=None)",  # its __init__, in CuPy's Python source
@@ -54,13 +54,9 @@ def calls() -> Iterator[Call]:
             if node.func.attr not in {"invoke", "is_done"} or not isinstance(node.args[0], ast.Constant):
                 continue
             arguments = node.args[1:]
-            yield Call(
-                str(node.args[0].value),
-                sum(not isinstance(a, ast.Starred) for a in arguments),
-                any(isinstance(a, ast.Starred) for a in arguments),
-                tuple(str(k.arg) for k in node.keywords),
-                f"{name_of(file)}:{node.lineno}",
-            )
+            yield Call(str(node.args[0].value), sum(not isinstance(a, ast.Starred) for a in arguments),
+                       any(isinstance(a, ast.Starred) for a in arguments), tuple(str(k.arg) for k in node.keywords),
+                       f"{name_of(file)}:{node.lineno}")
 
 
 CALLS = list(calls())
@@ -152,8 +148,6 @@ def test_constants_are_cupys() -> None:
 
 
 # ---- NVRTC, which needs no GPU either --------------------------------------------------------------------------------
-
-
 EVERY_KIND = r"""
 extern "C" __global__ void every_kind(double* out, const float* in, bool b, signed char i1, unsigned char u1, short i2,
                                       unsigned short u2, int i4, unsigned u4, long long i8, unsigned long long u8,
@@ -185,7 +179,7 @@ def test_both_compilers_see_the_same_signatures(
             assert module.kernel(name).signature.words == words, name
 
 
-def test_a_source_error_is_told_by_nvrtc(
+def test_nvrtc_explains_a_source_error(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Line and message, in the error."""

@@ -1,4 +1,4 @@
-"""What the cuda device does by itself, on a CuPy that has no GPU: pools, staging, faults, what CuPy alone refuses."""
+"""The cuda device's own parts, on a CuPy that has no GPU: pools, staging, faults, and what only CuPy refuses."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pagedkv.devices.protocol import ModuleSpec, cpu_only
 from pagedkv.errors import CapacityError, CaptureRefused, DeviceFault, MissingRequirement, MisuseError
 from pagedkv.tools.doctor import check_device
 from tests.cuda.fake_cupy import CUDARuntimeError, FakeCupy
+from tests.kernels.cpu_helpers import captured
 
 NULL = r"""
 extern "C" __global__ void null(const int* maybe, int* out, int value) { out[threadIdx.x] = maybe ? maybe[0] : value; }
@@ -59,6 +60,11 @@ def marked(target: Any, source: Any) -> None:
     target[...] = source
 
 
+@pytest.fixture
+def device(fake_device: CudaDevice) -> CudaDevice:
+    return fake_device
+
+
 def pair(device: CudaDevice) -> tuple[Any, Any]:
     return device.zeros((3, 3), np.float32), device.zeros((3, 3), np.float32)
 
@@ -70,112 +76,104 @@ def fill(device: CudaDevice, target: Any, values: Any) -> None:
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fn", [sum_of_products, hidden_product])
-def test_matrix_products_run_eagerly_and_are_refused_under_capture(
-    fake_device: CudaDevice, fn: Callable[..., None]
-) -> None:
-    """C15.1: found in the byte code, and where they hide, by CuPy itself."""
-    target, source = pair(fake_device)
-    stream = fake_device.stream()
-    fill(fake_device, source, np.arange(9).reshape(3, 3))
-    fake_device.call(stream, fn, target, source)
-    fake_device.begin_capture(stream)
+def test_matrix_products_run_eagerly_and_are_refused_under_capture(device: CudaDevice, fn: Callable[..., None]) -> None:
+    """C15.1: the byte code shows an open product; CuPy itself refuses a hidden one."""
+    target, source = pair(device)
+    stream = device.stream()
+    fill(device, source, np.arange(9).reshape(3, 3))
+    device.call(stream, fn, target, source)
+    device.begin_capture(stream)
     with pytest.raises(CaptureRefused, match="library matrix product"):
-        fake_device.call(stream, fn, target, source)
-    fake_device.abort_capture(stream)
+        device.call(stream, fn, target, source)
+    device.abort_capture(stream)
 
     assert np.array_equal(source.get() @ source.get(), target.get())
 
 
-def test_a_function_for_the_cpu_only_is_refused(fake_device: CudaDevice) -> None:
+def test_a_function_for_the_cpu_only_is_refused(device: CudaDevice) -> None:
     """Eagerly and under capture: it would run NumPy's products on CuPy's arrays."""
-    target, source = pair(fake_device)
+    target, source = pair(device)
     with pytest.raises(MisuseError, match="marked cpu_only"):
-        fake_device.call(fake_device.stream(), marked, target, source)
+        device.call(device.stream(), marked, target, source)
 
 
-def test_a_captured_call_runs_once_and_replays_on_memory(fake_device: CudaDevice, machine: FakeCupy) -> None:
+def test_a_captured_call_runs_once_and_replays_on_memory(device: CudaDevice, machine: FakeCupy) -> None:
     """C15.1: what it launched is replayed; Python is not entered again, and temporaries are the graph's."""
-    target, source = pair(fake_device)
-    stream = fake_device.stream()
-    fake_device.call(stream, double, target, source)
-    fake_device.begin_capture(stream)
-    fake_device.call(stream, double, target, source)
-    graph = fake_device.end_capture(stream)
+    target, source = pair(device)
+    stream = device.stream()
+    device.call(stream, double, target, source)
+    graph = captured(device, stream, lambda: device.call(stream, double, target, source))
     assert graph.memory_bytes > 0
     gc.collect()
-    others = [fake_device.zeros((3, 3), np.float32) for _ in range(4)]
+    others = [device.zeros((3, 3), np.float32) for _ in range(4)]
     for step in (1.0, 2.0):
-        fill(fake_device, source, np.full((3, 3), step))
+        fill(device, source, np.full((3, 3), step))
         graph.launch(stream)
         assert target.get().tolist() == [[2 * step] * 3] * 3
 
     assert not any(other.get().any() for other in others), "temporaries of a replay lie in memory of nobody else"
     held = graph.memory_bytes
-    large = [fake_device.zeros((50, 50), np.float32) for _ in range(2)]
-    fake_device.call(stream, double, *large)
+    large = [device.zeros((50, 50), np.float32) for _ in range(2)]
+    device.call(stream, double, *large)
     assert graph.memory_bytes == held, "later calls allocate elsewhere"
 
 
-def test_a_graph_without_a_warm_up_is_refused_because_nothing_can_be_allocated(fake_device: CudaDevice) -> None:
+def test_a_graph_without_a_warm_up_is_refused_because_nothing_can_be_allocated(device: CudaDevice) -> None:
     """Thread-local capture refuses cudaMalloc, and the capture is broken afterwards."""
-    target, source = pair(fake_device)
-    stream = fake_device.stream()
-    fake_device.begin_capture(stream)
+    target, source = pair(device)
+    stream = device.stream()
+    device.begin_capture(stream)
     with pytest.raises(CaptureRefused, match="memory reserved by a warm-up"):
-        fake_device.call(stream, double, target, source)
+        device.call(stream, double, target, source)
     with pytest.raises(CaptureRefused):
-        fake_device.end_capture(stream)
+        device.end_capture(stream)
     assert not stream.is_capturing
-    fake_device.call(stream, double, target, source)
-    fake_device.begin_capture(stream)
-    fake_device.call(stream, double, target, source)
+    device.call(stream, double, target, source)
+    device.begin_capture(stream)
+    device.call(stream, double, target, source)
 
-    assert [node.name for node in fake_device.end_capture(stream).nodes] == ["double"]
+    assert [node.name for node in device.end_capture(stream).nodes] == ["double"]
 
 
-def test_reading_a_value_back_under_capture_is_refused(fake_device: CudaDevice) -> None:
+def test_reading_a_value_back_under_capture_is_refused(device: CudaDevice) -> None:
     """A branch on device data would be decided once, at capture."""
-    target, source = pair(fake_device)
-    stream = fake_device.stream()
-    fake_device.call(stream, read_back, target, source)
-    fake_device.begin_capture(stream)
+    target, source = pair(device)
+    stream = device.stream()
+    device.call(stream, read_back, target, source)
+    device.begin_capture(stream)
     with pytest.raises(CaptureRefused, match="read nothing back"):
-        fake_device.call(stream, read_back, target, source)
-    fake_device.abort_capture(stream)
+        device.call(stream, read_back, target, source)
+    device.abort_capture(stream)
 
 
-def test_a_numpy_array_among_cupys_is_refused_by_cupy(fake_device: CudaDevice) -> None:
+def test_a_numpy_array_among_cupys_is_refused_by_cupy(device: CudaDevice) -> None:
     """What works on cpu by accident: `np.arange(n)` instead of `np.arange(n, like=source)`."""
-    target, source = pair(fake_device)
+    target, source = pair(device)
     with pytest.raises(TypeError, match="Unsupported type"):
-        fake_device.call(fake_device.stream(), with_numpy, target, source)
+        device.call(device.stream(), with_numpy, target, source)
 
 
-def test_an_exception_in_a_call_reaches_the_caller(fake_device: CudaDevice) -> None:
-    """At submission, under capture too; the capture goes on."""
-    target, source = pair(fake_device)
-    stream = fake_device.stream()
+def test_an_exception_in_a_call_reaches_the_caller(device: CudaDevice) -> None:
+    """At submission, under capture too; the capture stays open."""
+    target, source = pair(device)
+    stream = device.stream()
     with pytest.raises(ZeroDivisionError):
-        fake_device.call(stream, divide, target, source)
-    fake_device.begin_capture(stream)
+        device.call(stream, divide, target, source)
+    device.begin_capture(stream)
     with pytest.raises(ZeroDivisionError):
-        fake_device.call(stream, divide, target, source)
+        device.call(stream, divide, target, source)
 
-    assert fake_device.end_capture(stream).nodes == ()
+    assert device.end_capture(stream).nodes == ()
 
 
-def test_a_pinned_array_in_a_call_is_the_same_memory_seen_by_cupy(fake_device: CudaDevice) -> None:
+def test_a_pinned_array_in_a_call_is_the_same_memory_seen_by_cupy(device: CudaDevice) -> None:
     """Otherwise NumPy would run on the host at capture, and never again."""
-    pinned, target = fake_device.pinned((3, 3), np.float32), fake_device.zeros((3, 3), np.float32)
-    stream = fake_device.stream()
+    pinned, target = device.pinned((3, 3), np.float32), device.zeros((3, 3), np.float32)
+    stream = device.stream()
     pinned[...] = 1
-    fake_device.call(stream, double, target, pinned)
-    fake_device.begin_capture(stream)
-    fake_device.call(stream, double, target, pinned)
-    graph = fake_device.end_capture(stream)
+    device.call(stream, double, target, pinned)
+    graph = captured(device, stream, lambda: device.call(stream, double, target, pinned))
     pinned[...] = 5
     graph.launch(stream)
 
@@ -183,16 +181,14 @@ def test_a_pinned_array_in_a_call_is_the_same_memory_seen_by_cupy(fake_device: C
 
 
 # ---- copies and launches ---------------------------------------------------------------------------------------------
-
-
-def test_a_pageable_source_is_read_before_the_copy_returns(fake_device: CudaDevice, machine: FakeCupy) -> None:
+def test_a_pageable_source_is_read_before_the_copy_returns(device: CudaDevice, machine: FakeCupy) -> None:
     """Design 4: in pieces through pinned memory, each half written again only behind its event."""
     half = cuda_staging.STAGING_HALF_BYTES
-    stream = fake_device.stream()
-    target = fake_device.empty(5 * half + 3, np.uint8)
+    stream = device.stream()
+    target = device.empty(5 * half + 3, np.uint8)
     source = np.arange(target.size, dtype=np.uint32).astype(np.uint8)
     machine.log.clear()
-    fake_device.copy(target, source, stream)
+    device.copy(target, source, stream)
     submitted = list(machine.log)
 
     assert submitted.count("memcpyAsync") == 6
@@ -204,51 +200,33 @@ def test_a_pageable_source_is_read_before_the_copy_returns(fake_device: CudaDevi
 
 
 def test_small_pageable_copies_share_one_staging_until_the_stream_is_waited_for(
-    fake_device: CudaDevice, machine: FakeCupy
+    device: CudaDevice, machine: FakeCupy
 ) -> None:
     """Publishing a table slice costs one driver call; nothing is pinned for it."""
-    stream, target = fake_device.stream(), fake_device.zeros(4, np.int32)
-    calls = fake_device.driver_calls
+    stream, target = device.stream(), device.zeros(4, np.int32)
+    calls = device.driver_calls
     for value in range(10):
-        fake_device.copy(target, np.full(4, value, np.int32), stream)
+        device.copy(target, np.full(4, value, np.int32), stream)
 
-    assert fake_device.driver_calls - calls == 10
+    assert device.driver_calls - calls == 10
     assert target.get().tolist() == [9] * 4
 
 
-def test_staging_begins_anew_when_the_stream_was_waited_for(fake_device: CudaDevice, machine: FakeCupy) -> None:
-    """No event is recorded or waited for that a synchronization made needless."""
+def test_staging_begins_anew_when_the_stream_was_waited_for(device: CudaDevice, machine: FakeCupy) -> None:
+    """After a synchronization the staging needs no event."""
     half = cuda_staging.STAGING_HALF_BYTES
-    stream, target = fake_device.stream(), fake_device.empty(2 * half, np.uint8)
+    stream, target = device.stream(), device.empty(2 * half, np.uint8)
     for _ in range(3):
         machine.log.clear()
-        fake_device.copy(target, np.zeros(2 * half, np.uint8), stream)
+        device.copy(target, np.zeros(2 * half, np.uint8), stream)
         assert machine.log == ["memcpyAsync", "eventRecord", "memcpyAsync"]
         stream.synchronize()
 
 
-def test_copies_that_do_not_fit_are_refused(fake_device: CudaDevice) -> None:
-    """Size, dtype, contiguity, pageable on both sides, no array; nothing is written."""
-    stream, target = fake_device.stream(), fake_device.zeros(8, np.int32)
-    wrong: list[tuple[Any, Any]] = [
-        (target, np.ones(7, np.int32)),
-        (target, np.ones(8, np.uint32)),
-        (target, np.ones((4, 4), np.int32)[:, ::2]),
-        (target[::2], np.ones(4, np.int32)),
-        (np.zeros(8, np.int32), np.ones(8, np.int32)),
-        (target, [1] * 8),
-    ]
-    for destination, source in wrong:
-        with pytest.raises(MisuseError, match="copy was refused"):
-            fake_device.copy(destination, source, stream)
-
-    assert not target.get().any()
-
-
-def test_none_is_a_null_pointer_and_not_a_missing_parameter(fake_device: CudaDevice) -> None:
+def test_none_is_a_null_pointer_and_not_a_missing_parameter(device: CudaDevice) -> None:
     """CuPy's own launch would hand the driver a null where it expects the parameter's address."""
-    kernel = fake_device.load(ModuleSpec("test_null", text=NULL, kernels=("null",))).kernel("null")
-    out, one, stream = fake_device.zeros(4, np.int32), fake_device.zeros(1, np.int32), fake_device.stream()
+    kernel = device.load(ModuleSpec("test_null", text=NULL, kernels=("null",))).kernel("null")
+    out, one, stream = device.zeros(4, np.int32), device.zeros(1, np.int32), device.stream()
     kernel.launch((1, 1, 1), (4, 1, 1), (None, out, np.int32(7)), stream)
     assert out.get().tolist() == [7] * 4
     kernel.launch((1, 1, 1), (4, 1, 1), (one, out, np.int32(7)), stream)
@@ -256,27 +234,10 @@ def test_none_is_a_null_pointer_and_not_a_missing_parameter(fake_device: CudaDev
     assert out.get().tolist() == [0] * 4
 
 
-def test_arrays_that_a_kernel_could_not_use_are_refused(fake_device: CudaDevice) -> None:
-    """Pageable memory, strides, a list, an address; in the words of the cpu device."""
-    kernel = fake_device.load(ModuleSpec("test_null", text=NULL, kernels=("null",))).kernel("null")
-    out, stream = fake_device.zeros(4, np.int32), fake_device.stream()
-    for wrong, message in (
-        (np.zeros(4, np.int32), "pageable host memory or of another device"),
-        (fake_device.zeros(8, np.int32)[::2], "with strides"),
-        ([1], "list"),
-        (fake_device.address(out), "int"),
-        (np.float32(1.0), "numpy.float32"),
-    ):
-        with pytest.raises(MisuseError, match=message):
-            kernel.launch((1, 1, 1), (4, 1, 1), (wrong, out, np.int32(7)), stream)
-
-
 # ---- faults ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_error_of_earlier_work_is_a_device_fault(fake_device: CudaDevice, machine: FakeCupy) -> None:
-    """C12.4: whoever waits hears of it, with CUDA's number."""
-    stream = fake_device.stream()
+def test_an_error_of_earlier_work_is_a_device_fault(device: CudaDevice, machine: FakeCupy) -> None:
+    """C12.4: the wait raises it, with CUDA's number."""
+    stream = device.stream()
     machine.fail_with = 700
     with pytest.raises(DeviceFault) as caught:
         stream.synchronize()
@@ -285,69 +246,65 @@ def test_an_error_of_earlier_work_is_a_device_fault(fake_device: CudaDevice, mac
 
 
 @pytest.mark.parametrize(("status", "answer"), [(0, True), (600, False)])
-def test_a_query_tells_done_from_not_yet(
-    fake_device: CudaDevice, machine: FakeCupy, status: int, answer: bool
-) -> None:
+def test_a_query_tells_done_from_not_yet(device: CudaDevice, machine: FakeCupy, status: int, answer: bool) -> None:
     """CuPy returns CUDA's status."""
-    event = fake_device.event()
+    event = device.event()
     machine.fail_with = status
 
     assert event.query() == answer
 
 
-def test_a_query_after_a_fault_is_no_not_yet(fake_device: CudaDevice, machine: FakeCupy) -> None:
+def test_a_query_after_a_fault_is_no_not_yet(device: CudaDevice, machine: FakeCupy) -> None:
     """`cupy.cuda.Event.done` would say False for ever."""
     machine.fail_with = 719
     with pytest.raises(DeviceFault, match="719"):
-        fake_device.event().query()
+        device.event().query()
 
 
-def test_memory_that_is_not_there_is_a_capacity_error_with_its_name(fake_device: CudaDevice) -> None:
-    """C5.4: who wanted how much."""
-    free, _ = fake_device.memory_bytes()
+def test_memory_that_is_not_there_is_a_capacity_error_with_its_name(device: CudaDevice) -> None:
+    """C5.4: the error names the array and its bytes."""
+    free, _ = device.memory_bytes()
     with pytest.raises(CapacityError, match=f"allocation of {free + 1} bytes for the slab"):
-        fake_device.empty(free + 1, np.uint8, name="the slab")
+        device.empty(free + 1, np.uint8, name="the slab")
 
 
-def test_caches_are_emptied_and_counted(fake_device: CudaDevice) -> None:
+def test_caches_are_emptied_and_counted(device: CudaDevice) -> None:
     """C5.3: F is what the driver reports after the caches of this process are emptied, and the plan prints them."""
-    free, total = fake_device.memory_bytes()
-    array = fake_device.empty(1000, np.uint8)
+    free, total = device.memory_bytes()
+    array = device.empty(1000, np.uint8)
     view = array[10:]
     del array
-    assert (fake_device.memory_bytes(), fake_device.allocated_bytes) == ((free - 1000, total), 1000)
+    assert (device.memory_bytes(), device.allocated_bytes) == ((free - 1000, total), 1000)
     del view
-    assert (fake_device.memory_bytes(), fake_device.allocated_bytes) == ((free - 1000, total), 0)
+    assert (device.memory_bytes(), device.allocated_bytes) == ((free - 1000, total), 0)
 
-    assert fake_device.empty_caches() == 1000
-    assert fake_device.memory_bytes() == (free, total)
+    assert device.empty_caches() == 1000
+    assert device.memory_bytes() == (free, total)
 
 
-def test_pinned_bytes_are_counted_and_may_be_dropped_under_capture(fake_device: CudaDevice) -> None:
+def test_pinned_bytes_are_counted_and_may_be_dropped_under_capture(device: CudaDevice) -> None:
     """cudaFreeHost would break the capture: it waits until the end."""
-    stream = fake_device.stream()
-    pinned = fake_device.pinned(100, np.int32)
-    assert fake_device.pinned_bytes == 400
-    fake_device.begin_capture(stream)
+    stream = device.stream()
+    pinned = device.pinned(100, np.int32)
+    assert device.pinned_bytes == 400
+    device.begin_capture(stream)
     del pinned
     gc.collect()
-    fake_device.end_capture(stream)
+    device.end_capture(stream)
 
-    assert fake_device.pinned_bytes == 0
+    assert device.pinned_bytes == 0
 
 
 @pytest.mark.parametrize("align_bytes", [1, 256, 512, 1024, 4096])
-def test_arrays_are_aligned(fake_device: CudaDevice, align_bytes: int) -> None:
+def test_arrays_are_aligned(device: CudaDevice, align_bytes: int) -> None:
     """C3.10, beyond what a pool gives by itself too."""
     for count in (1, 4097):
-        array = fake_device.empty(count, np.uint8, align_bytes=align_bytes)
+        array = device.empty(count, np.uint8, align_bytes=align_bytes)
 
-        assert fake_device.address(array) % align_bytes == 0
+        assert device.address(array) % align_bytes == 0
 
 
 # ---- compilation -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("option", ["--use_fast_math", "-ftz=true", "--ftz=true", "--fmad=true", "--prec-div=false"])
 def test_options_that_change_bits_are_refused(machine: FakeCupy, option: str) -> None:
     """C14.6: both devices compute the same."""
@@ -355,10 +312,10 @@ def test_options_that_change_bits_are_refused(machine: FakeCupy, option: str) ->
         CudaDevice(runtime=CudaRuntime(machine), options=(option,))
 
 
-def test_a_source_that_nvrtc_refuses_comes_with_its_messages(fake_device: CudaDevice) -> None:
+def test_a_source_that_nvrtc_refuses_comes_with_its_messages(device: CudaDevice) -> None:
     """The log is part of the error."""
     with pytest.raises(MisuseError, match="line 1: error: nonsense") as caught:
-        fake_device.load(ModuleSpec("test_nonsense", text="nonsense", kernels=("none",)))
+        device.load(ModuleSpec("test_nonsense", text="nonsense", kernels=("none",)))
 
     assert caught.value.fields["compiler_output"] == "line 1: error: nonsense"
 
@@ -375,8 +332,6 @@ def test_a_module_is_compiled_once_a_machine(machine: FakeCupy) -> None:
 
 
 # ---- what is missing -------------------------------------------------------------------------------------------------
-
-
 def _cupy(**changes: Any) -> Callable[[str], Any]:
     """Give an importer of a CuPy on a good machine, changed in one point."""
     version = changes.pop("version", "14.2.0")
@@ -390,11 +345,9 @@ def _cupy(**changes: Any) -> Callable[[str], Any]:
         "getDevice": lambda: 0,
         "deviceGetAttribute": lambda number, index: capability[number - 75],
     }
-    cuda = SimpleNamespace(
-        runtime=SimpleNamespace(**{**api, **changes}),
-        driver=SimpleNamespace(CUDADriverError=ArithmeticError),
-        nvrtc=SimpleNamespace(getVersion=getVersion),
-    )
+    cuda = SimpleNamespace(runtime=SimpleNamespace(**{**api, **changes}),
+                           driver=SimpleNamespace(CUDADriverError=ArithmeticError),
+                           nvrtc=SimpleNamespace(getVersion=getVersion))
     return lambda name: SimpleNamespace(__version__=version, cuda=cuda)
 
 
@@ -405,21 +358,18 @@ def _raise(error: Exception) -> Callable[..., Any]:
     return raising
 
 
-@pytest.mark.parametrize(
-    ("load", "got", "remedy"),
-    [
-        (_raise(ModuleNotFoundError("no", name="cupy")), "CuPy is not installed", r"pagedkv\[cuda13\]"),
-        (_raise(ModuleNotFoundError("no", name="numpy.core")), "lacks the module numpy.core", r"pagedkv\[cuda13\]"),
-        (_raise(ImportError("libcuda broken")), "does not load: libcuda broken", r"pagedkv\[cuda13\]"),
-        (_cupy(version="13.6.0"), "CuPy 13.6.0", r"pagedkv\[cuda13\]"),
-        (_cupy(is_hip=True), "for ROCm", r"pagedkv\[cuda13\]"),
-        (_cupy(driverGetVersion=lambda: 0), "no NVIDIA driver", "install NVIDIA's driver"),
-        (_cupy(getDeviceCount=_raise(CUDARuntimeError(100))), "cudaError 100", "install NVIDIA's driver"),
-        (_cupy(getDeviceCount=lambda: 0), "no GPU", "make a GPU visible"),
-        (_cupy(capability=(7, 5)), "GPU 0 with compute capability 7.5", "newer GPU"),
-        (_cupy(nvrtc=_raise(RuntimeError("libnvrtc.so.13"))), "no NVRTC: libnvrtc.so.13", r"pagedkv\[cuda13\]"),
-    ],
-)
+@pytest.mark.parametrize(("load", "got", "remedy"), [
+    (_raise(ModuleNotFoundError("no", name="cupy")), "CuPy is not installed", r"pagedkv\[cuda13\]"),
+    (_raise(ModuleNotFoundError("no", name="numpy.core")), "lacks the module numpy.core", r"pagedkv\[cuda13\]"),
+    (_raise(ImportError("libcuda broken")), "does not load: libcuda broken", r"pagedkv\[cuda13\]"),
+    (_cupy(version="13.6.0"), "CuPy 13.6.0", r"pagedkv\[cuda13\]"),
+    (_cupy(is_hip=True), "for ROCm", r"pagedkv\[cuda13\]"),
+    (_cupy(driverGetVersion=lambda: 0), "no NVIDIA driver", "install NVIDIA's driver"),
+    (_cupy(getDeviceCount=_raise(CUDARuntimeError(100))), "cudaError 100", "install NVIDIA's driver"),
+    (_cupy(getDeviceCount=lambda: 0), "no GPU", "make a GPU visible"),
+    (_cupy(capability=(7, 5)), "GPU 0 with compute capability 7.5", "newer GPU"),
+    (_cupy(nvrtc=_raise(RuntimeError("libnvrtc.so.13"))), "no NVRTC: libnvrtc.so.13", r"pagedkv\[cuda13\]"),
+])
 def test_what_is_missing_is_said_exactly_with_how_to_get_it(load: Callable[[str], Any], got: str, remedy: str) -> None:
     """One line each; `doctor` prints them."""
     with pytest.raises(MissingRequirement, match=got) as caught:
@@ -441,7 +391,7 @@ def test_auto_takes_the_gpu_that_answers(machine: FakeCupy, monkeypatch: pytest.
 
 
 def test_doctor_opens_the_device_and_says_what_is_missing(machine: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a guess: as `open_store` would."""
+    """It opens the device as `open_store` does."""
     monkeypatch.setattr(cuda, "find_cupy", lambda: machine)
     found = check_device("cuda")
     monkeypatch.setattr(cuda, "find_cupy", lambda: find_cupy(_cupy(driverGetVersion=lambda: 0)))

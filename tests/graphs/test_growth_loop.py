@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
-import numpy as np
 import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
-from tests.toy_model import ToyModel
+from tests.toy_model import ToyModel, decode_all, opened_store, prefilled, prompt
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 
 
-@contextlib.contextmanager
-def opened(*, growth: bool, max_context: int = 20_480, concurrency: int = 2, window: int = 64) -> Iterator[pk.Store]:
+def opened(
+    *, growth: bool, max_context: int = 20_480, concurrency: int = 2, window: int = 64
+) -> AbstractContextManager[pk.Store]:
     """Open a store whose pool holds one whole sequence, and check it at the end."""
-    config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=max_context, max_concurrency=concurrency,
-                            kv_capacity=pk.ExplicitCapacity(max_context), kv_lease_growth=growth,
-                            lease_window_tokens=window)
-    with pk.open_store(config, device="cpu") as store:
-        yield store
-        store.check()
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    """Return token ids of a prompt."""
-    ids: list[int] = np.random.default_rng(seed).integers(0, 1009, tokens).tolist()
-    return ids
-
-
-def decode_all(store: pk.Store, loop: DecodeLoop, sequences: list[pk.Sequence]) -> list[list[int]]:
-    """Decode sequences to their end, the store checked after every step."""
-    texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
-    for tokens in loop.decode(sequences):
-        for sequence, new in tokens.items():
-            texts[sequence] += new
-        store.check()
-    return list(texts.values())
+    return opened_store(GEOMETRY, max_context=max_context, concurrency=concurrency, tokens=max_context,
+                        kv_lease_growth=growth, lease_window_tokens=window)
 
 
 def unbounded(ids: list[int], new_tokens: int) -> list[int]:
-    """Return what a store without growth says, in which the sequence is alone."""
+    """Return the tokens of the sequence alone in a store without growth."""
     with opened(growth=False) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=len(ids), output_tokens=new_tokens)
-        loop.prefill(sequence, ids)
-        return decode_all(store, loop, [sequence])[0]
+        return decode_all(loop, [prefilled(loop, ids, new_tokens)])[0]
 
 
 def available(store: pk.Store) -> int:
@@ -57,9 +34,9 @@ def available(store: pk.Store) -> int:
 
 
 def test_59_a_long_output_in_a_tight_pool_ends_with_length_and_the_right_tokens() -> None:
-    """59: a budget of 20,000 tokens, 7 pages: admitted with growth only; what it says is how the unbounded run begins.
+    """59: a budget of 20,000 tokens, 7 pages: admitted with growth only; its tokens begin those of the unbounded run.
 
-    Of 320 pages another sequence holds 313.  The pages cover 448 tokens, and the last sampled one is never written.
+    Another sequence holds 313 of 320 pages.  The other 7 cover 448 tokens; the last sampled token is never written.
     """
     ids = prompt(60, 1)
     with opened(growth=False) as store:
@@ -69,9 +46,8 @@ def test_59_a_long_output_in_a_tight_pool_ends_with_length_and_the_right_tokens(
     with opened(growth=True) as store:
         store.activate(prompt_tokens=313 * 64, output_tokens=0)
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=len(ids), output_tokens=20_000)
-        loop.prefill(sequence, ids)
-        [text] = decode_all(store, loop, [sequence])
+        sequence = prefilled(loop, ids, 20_000)
+        [text] = decode_all(loop, [sequence], after_step=store.check)
 
         assert loop.finish_reason(sequence) == "length"
         assert store.committed_tokens(sequence) == 448
@@ -88,10 +64,8 @@ def test_60_two_lanes_extend_in_turn_and_end_apart() -> None:
     prompts = [prompt(100, 1), prompt(30, 2)]
     with opened(growth=True, max_context=1024) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        lanes = [store.activate(prompt_tokens=len(ids), output_tokens=900) for ids in prompts]
-        for lane, ids in zip(lanes, prompts, strict=True):
-            loop.prefill(lane, ids)
-        texts = decode_all(store, loop, lanes)
+        lanes = [prefilled(loop, ids, 900) for ids in prompts]
+        texts = decode_all(loop, lanes, after_step=store.check)
 
         assert [loop.finish_reason(lane) for lane in lanes] == ["length", "length"]
         assert sum(store.committed_tokens(lane) for lane in lanes) == 1024
@@ -102,12 +76,11 @@ def test_60_two_lanes_extend_in_turn_and_end_apart() -> None:
 
 
 def test_a_lane_that_ends_gives_the_other_what_it_needs() -> None:
-    """C9.2, C16.10: entitlement comes back with the end of a sequence, and a short row grows on it."""
+    """C9.2, C16.10: the end of a sequence returns its entitlement, and a short row grows by it."""
     with opened(growth=True, max_context=1024) as store:
         loop = DecodeLoop(store, ToyModel(store))
         blocker = store.activate(prompt_tokens=12 * 64, output_tokens=0)
-        lane = store.activate(prompt_tokens=16, output_tokens=600)
-        loop.prefill(lane, prompt(16, 3))
+        lane = prefilled(loop, prompt(16, 3), 600)
         texts: list[int] = []
         for tokens in loop.decode([lane]):
             texts += tokens[lane]
@@ -129,7 +102,7 @@ def test_growth_changes_no_token_where_pages_suffice() -> None:
         sequence = store.activate(prompt_tokens=len(ids), output_tokens=300)
         assert available(store) == 320 - (3 + 2)
         loop.prefill(sequence, ids)
-        [text] = decode_all(store, loop, [sequence])
+        [text] = decode_all(loop, [sequence], after_step=store.check)
 
         assert available(store) == 320 - 6
     assert text == unbounded(ids, 300)
@@ -140,9 +113,8 @@ def test_a_steady_step_costs_no_call_more_with_growth() -> None:
     """C9.2, C9.4: a round is host work; a step that crosses no page is the graph launch and the wait."""
     with opened(growth=True, max_context=1024) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=16, output_tokens=30)
-        loop.prefill(sequence, prompt(16, 1))
-        decode_all(store, loop, [sequence])
+        sequence = prefilled(loop, prompt(16, 1), 30)
+        decode_all(loop, [sequence], after_step=store.check)
 
         assert loop.statistics.driver_calls_per_step == 2.0
 

@@ -1,4 +1,4 @@
-"""Keys, shapes and control buffers: what may and may not change between replays.  (C15)"""
+"""Keys, shapes, control buffers and captures.  (C15)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import ControlBuffers, DecodeLoop, GraphCache, GraphKey
 from pagedkv.graphs.key import key_for
-from pagedkv.graphs.scheduler import batch_shape, prefill_width
+from pagedkv.graphs.shapes import batch_shape, prefill_width
 from tests.toy_model import ToyModel
 
 GEOMETRY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
@@ -73,13 +73,35 @@ def test_addresses_of_a_captured_unit_never_change() -> None:
                       store.block_tables["main"], *unit._buffers]
             addresses.append([store.device.address(array) for array in arrays])
 
-        assert all(seen == addresses[0] for seen in addresses)
+        assert addresses == addresses[:1] * 5
         assert loop.graphs.replays()["decode/decode B=1 W=1 masked bf16"] == 5 * 2
         store.check()
 
 
+@pytest.mark.parametrize("call", ["begin_capture", "end_capture"])
+def test_an_interrupted_capture_is_aborted(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C15.1: an interrupt as soon as the capture began or ended; the stream is free and the shape can be captured."""
+    with pk.open_store(CONFIG, device="cpu") as store:
+        original = getattr(store.device, call)
+
+        def interrupt(stream: pk.Stream) -> None:
+            original(stream)
+            raise KeyboardInterrupt
+
+        cache = GraphCache(store, ToyModel(store))
+        key = key_for(CONFIG, unit="decode", route="decode", batch=1, width=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(store.device, call, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                cache.unit(key)
+
+        assert not store.stream.is_capturing
+        assert cache.unit(key).graph is not None
+        store.check()
+
+
 def test_enqueue_must_ask_for_the_same_buffers() -> None:
-    """C15.1: capture may not meet a buffer that warm-up did not make."""
+    """C15.1: capture may not ask for a buffer that warm-up did not allocate."""
 
     class Growing:
         calls = 0

@@ -1,4 +1,4 @@
-"""What captured units take: shared workspace and control words, and buffers that the plan allows for.  (C5.4, C15.1)"""
+"""Memory of captured units: shared workspace and control words, buffers within the allowance.  (C5.4, C15.1)"""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import pagedkv as pk
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.graphs import DecodeLoop, GraphCache, Model
 from pagedkv.graphs.key import key_for
-from tests.toy_model import ToyModel
+from tests.toy_model import ToyModel, decode_all, prefilled
 
 GEOMETRY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
 
 
 def config_of(capacity: pk.ExplicitCapacity | pk.AutoCapacity, *, graph_allowance_bytes: int = 0) -> pk.StoreConfig:
-    return pk.StoreConfig(
-        GEOMETRY, profile="int8-g64", max_context=600, max_concurrency=3, kv_capacity=capacity,
-        prefill_columns_max=64, graph_allowance_bytes=graph_allowance_bytes,
-    )  # fmt: skip
+    return pk.StoreConfig(GEOMETRY, profile="int8-g64", max_context=600, max_concurrency=3, kv_capacity=capacity,
+                          prefill_columns_max=64, graph_allowance_bytes=graph_allowance_bytes)
 
 
 class Nothing:
@@ -45,7 +43,7 @@ def test_units_of_every_shape_share_workspace_and_control_words() -> None:
     with pk.open_store(config_of(pk.ExplicitCapacity(1920)), device="cpu") as store:
         cache = capture_all(store, Nothing())
         address = store.device.address
-        units = [captured.unit for captured in cache._units.values()]
+        units = [graph.unit for graph in cache._graphs.values()]
 
         assert {address(unit.table_rows) for unit in units} == {address(store.control_ingress)}
         assert {address(unit.accepted) for unit in units} == {address(store.control_egress)}
@@ -53,8 +51,8 @@ def test_units_of_every_shape_share_workspace_and_control_words() -> None:
         assert store.graph_bytes == 0
 
 
-def test_all_graphs_captured_take_what_was_planned() -> None:
-    """S76: plan with the allowance that was measured, at 99 % of free memory, capture everything, run, compare."""
+def test_all_captured_graphs_take_the_planned_bytes() -> None:
+    """S76: plan with the measured allowance at 99 % of free memory, capture everything, run, compare."""
     device = CpuDevice()
     with pk.open_store(config_of(pk.ExplicitCapacity(1920)), device=device) as store:
         capture_all(store, ToyModel(store))
@@ -63,23 +61,21 @@ def test_all_graphs_captured_take_what_was_planned() -> None:
 
     before = device.allocated_bytes
     config = config_of(pk.AutoCapacity(0), graph_allowance_bytes=measured)
-    planned = pk.plan(config, 1 << 40)
-    made = pk.plan(config, planned.bytes * 99 // 100)
-    with pk.open_store(made.config, device=device) as store:
+    plan = pk.plan(config, pk.plan(config, 1 << 40).bytes * 99 // 100)
+    with pk.open_store(plan.config, device=device) as store:
         model = ToyModel(store)
         tables = device.allocated_bytes - before - store.layout.span_bytes
         cache = capture_all(store, model)
         loop = DecodeLoop(store, model, prefill_chunk=64)
         loop.graphs = cache
-        sequence = store.activate(prompt_tokens=100, output_tokens=4)
-        loop.prefill(sequence, range(100))
-        assert sum(len(new[sequence]) for new in loop.decode([sequence])) == 4
-        taken = device.allocated_bytes - before - tables
+        sequence = prefilled(loop, list(range(100)), 4)
+        assert len(decode_all(loop, [sequence])[0]) == 4
+        allocated = device.allocated_bytes - before - tables
 
-        assert made.is_clamped
-        assert made.owners["graph allowance"] == measured == store.graph_bytes
-        assert taken == made.bytes - made.owners["alignment"]
-        assert abs(taken - made.bytes) < 0.02 * made.bytes
+        assert plan.is_clamped
+        assert plan.owners["graph allowance"] == measured == store.graph_bytes
+        assert allocated == plan.bytes - plan.owners["alignment"]
+        assert abs(allocated - plan.bytes) < 0.02 * plan.bytes
         store.finish(sequence)
         store.check()
     device.close()
@@ -108,14 +104,11 @@ def test_a_prefill_chunk_wider_than_planned_is_refused() -> None:
             DecodeLoop(store, Nothing(), prefill_chunk=65)
 
 
-@pytest.mark.parametrize(
-    ("capacity", "warnings"),
-    [
-        (pk.AutoCapacity(0), ["buffers of captured units take 101 bytes, 100 were planned; set graph_allowance_bytes"]),
-        (pk.ExplicitCapacity(1920), []),
-    ],
-)
-def test_buffers_beyond_the_allowance_of_a_plan_are_said_once(
+@pytest.mark.parametrize(("capacity", "warnings"), [
+    (pk.AutoCapacity(0), ["buffers of captured units take 101 bytes, 100 were planned; set graph_allowance_bytes"]),
+    (pk.ExplicitCapacity(1920), []),
+])
+def test_buffers_beyond_the_allowance_of_a_plan_are_logged_once(
     caplog: pytest.LogCaptureFixture, capacity: pk.ExplicitCapacity | pk.AutoCapacity, warnings: list[str]
 ) -> None:
     """The excess is logged, not refused; an explicit capacity planned nothing.  (C5.4)"""

@@ -7,8 +7,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.codecs import codecs
-from pagedkv.codecs.codecs import CodecCounts, Kind
+from pagedkv import codecs
+from pagedkv.codecs import CodecCounts, Kind
 from tests.oracle import codec_oracle as oracle
 
 Side: TypeAlias = tuple[str, Kind]
@@ -25,6 +25,7 @@ INT8: Side = ("int8-g64", "k")
 FP8: Side = ("fp8-e4m3-row", "v")
 FP4: Side = ("nvfp4-g16", "k")
 
+Rng: TypeAlias = np.random.Generator
 F32: TypeAlias = npt.NDArray[np.float32]
 F64: TypeAlias = npt.NDArray[np.float64]
 U8: TypeAlias = npt.NDArray[np.uint8]
@@ -57,11 +58,8 @@ def assert_is_expected(
     for index, row in enumerate(expected):
         assert row.scale == (None if scale is None else scale[index].tobytes()), f"{side} scales of row {index}"
         assert row.code == code[index].tobytes(), f"{side} codes of row {index}"
-    sums = CodecCounts(
-        sum(row.saturated for row in expected),
-        sum(row.nonfinite for row in expected),
-        sum(row.zero_groups for row in expected),
-    )
+    sums = CodecCounts(sum(row.saturated for row in expected), sum(row.nonfinite for row in expected),
+                       sum(row.zero_groups for row in expected))
     assert sums == counts, side
     decoded = codecs.decode(*side, code, scale, head_dim)
     wanted = np.array([oracle.decode_row(*side, row.code, row.scale) for row in expected], np.float32)
@@ -72,9 +70,8 @@ def assert_same_bits(expected: F32, actual: F32) -> None:
     """Equal bit for bit, signed zeros included; any NaN equals any NaN."""
     assert expected.dtype == actual.dtype == np.float32
     both_nan = np.isnan(expected) & np.isnan(actual)
-    np.testing.assert_array_equal(
-        np.where(both_nan, 0, expected.view(np.uint32)), np.where(both_nan, 0, actual.view(np.uint32))
-    )
+    np.testing.assert_array_equal(np.where(both_nan, 0, expected.view(np.uint32)),
+                                  np.where(both_nan, 0, actual.view(np.uint32)))
 
 
 def fp16_bits(scale: U8) -> list[int]:

@@ -1,20 +1,20 @@
-"""What an observer believes from events alone, held against what the ledgers know."""
+"""What an observer believes from events alone, held against what the ledger knows."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pagedkv as pk
-from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.ledger import Ledger
 
 
 class Picture:
     """The membership of every row, and every leased page group, as the events of a store tell them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kinds: Counter[str] | None = None) -> None:
         self.rows: dict[tuple[str, int], dict[int, int]] = {}
         self.leased: dict[str, set[int]] = {}
-        self.kinds: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter() if kinds is None else kinds
         self.events: list[pk.PageEvent] = []
 
     def __call__(self, event: pk.PageEvent) -> None:
@@ -49,10 +49,10 @@ class Picture:
         assert sorted(held) == list(range(len(held))), f"row {row} of {pool} has gaps: {held}"
         return [held[block] for block in sorted(held)]
 
-    def compare(self, ledgers: StoreLedgers) -> None:
-        """Assert that every row and every lease is as the ledgers say."""
-        for name, spaces in ledgers.spaces.items():
-            for row in range(ledgers.sequences.serials.size):
+    def compare(self, ledger: Ledger) -> None:
+        """Assert that every row and every lease is as the ledger says."""
+        for name, spaces in ledger.active.items():
+            for row in range(ledger.sequences.serials.size):
                 assert self.row(row, name) == spaces.mapped_ids(row).tolist(), f"row {row} of pool {name}"
             leased = {page_id for page_id, is_leased in enumerate(spaces.mapped_mask()) if is_leased}
             assert self.leased.get(name, set()) == leased, f"leases of pool {name}"

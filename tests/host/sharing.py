@@ -1,6 +1,6 @@
-"""What the tests of sharing have in common: ledgers with bytes behind them, and one-line continuations.
+"""What the tests of sharing have in common: a ledger with bytes behind it, and one-line continuations.
 
-`SharedLedgers` keeps one number for each column of each page group and moves numbers as a device would: a unit
+`SharedLedger` keeps one number for each column of each page group and moves numbers as a device would: a unit
 writes through the table, a copied tail copies its columns, and page groups that are free hold -1.  So what a
 space reads can be compared with what was written into it, however pages were shared, copied, cut and reused.
 """
@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from pagedkv.ledger.activation import ActivationPlan, ActivationTarget, PreparedActivation, Refusal, TailCopy
-from pagedkv.ledger.block_tables import UNMAPPED
-from pagedkv.ledger.check import check_ledgers
+from pagedkv.ledger.active_spaces import UNMAPPED
+from pagedkv.ledger.check import check_ledger
 from pagedkv.ledger.continuations import Continuation
-from pagedkv.ledger.kept_spaces import RetainedSpace
-from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.kept_spaces import KeptSpace
+from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.values.config import Backend, DraftFullBackend, MTPBackend
+from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal, TailCopy, Transaction
+from pagedkv.values.config import DraftFullBackend, MTPBackend
 from pagedkv.values.quantities import PAGE_TOKENS
-from tests.host.builders import DRAFT_GEOMETRY, assert_unchanged, make_ledgers, snapshot
+from tests.host.builders import DRAFT_GEOMETRY, make_ledger
+from tests.host.refusals import assert_unchanged, snapshot
 
 Held = Sequence | Continuation
 
@@ -32,20 +34,13 @@ BACKENDS = [None, MTP, DRAFT]
 POISON = -1
 
 
-class SharedLedgers:
-    """Ledgers of a small store, with a number behind each column of each page group."""
+class SharedLedger:
+    """The ledger of a small store, with a number behind each column of each page group."""
 
-    def __init__(
-        self, *, max_context: int = 256, max_concurrency: int = 4, tokens: int | None = None,
-        backend: Backend | None = None,
-    ) -> None:
-        self.ledgers: StoreLedgers = make_ledgers(
-            max_context=max_context, max_concurrency=max_concurrency, tokens=tokens, backend=backend
-        )
-        self.bytes = {
-            name: np.full((spaces.pool.capacity, PAGE_TOKENS), POISON, np.int64)
-            for name, spaces in self.ledgers.spaces.items()
-        }
+    def __init__(self, *, max_concurrency: int = 4, **options: Any) -> None:
+        self.ledger: Ledger = make_ledger(max_concurrency=max_concurrency, **options)
+        self.bytes = {name: np.full((spaces.pool.capacity, PAGE_TOKENS), POISON, np.int64)
+                      for name, spaces in self.ledger.active.items()}
         self._number = itertools.count(1)
 
     # ---- acts -------------------------------------------------------------------------------------
@@ -65,32 +60,32 @@ class SharedLedgers:
         """Prepare, copy, commit; it must fit."""
         prepared = self.prepare(target)
         self.copy(prepared.copies)
-        sequence = self.ledgers.commit_activation(prepared)
+        sequence = self.ledger.commit_activation(prepared)
         self.poison()
         return sequence
 
-    def prepare(self, target: ActivationTarget) -> PreparedActivation:
+    def prepare(self, target: ActivationTarget) -> Transaction:
         """Prepare an activation that must fit; its copies are not made."""
-        prepared = self.ledgers.prepare_activation(target)
-        assert isinstance(prepared, PreparedActivation), prepared
+        prepared = self.ledger.prepare_activation(target)
+        assert isinstance(prepared, Transaction), prepared
         return prepared
 
     def explain(self, target: ActivationTarget) -> ActivationPlan:
         """Explain a target that must fit; nothing may change."""
-        before = snapshot(self.ledgers)
-        plan = self.ledgers.explain(target)
-        assert_unchanged(before, self.ledgers)
+        before = snapshot(self.ledger)
+        plan = self.ledger.transactions.explain(target)
+        assert_unchanged(before, self.ledger)
         assert isinstance(plan, ActivationPlan), plan
         return plan
 
     def refuse(self, target: ActivationTarget) -> Refusal:
-        """Ask for what must not fit, in all three ways; the ledgers must not change."""
-        before = snapshot(self.ledgers)
-        answer = self.ledgers.explain(target)
+        """Ask for what must not fit, in all three ways; the ledger must not change."""
+        before = snapshot(self.ledger)
+        answer = self.ledger.transactions.explain(target)
         assert isinstance(answer, Refusal), answer
-        assert self.ledgers.prepare_activation(target) == answer
-        assert self.ledgers.try_activate(target) == answer
-        assert_unchanged(before, self.ledgers)
+        assert self.ledger.prepare_activation(target) == answer
+        assert self.ledger.try_activate(target) == answer
+        assert_unchanged(before, self.ledger)
         return answer
 
     def copy(self, copies: tuple[TailCopy, ...]) -> None:
@@ -102,14 +97,14 @@ class SharedLedgers:
     def append(self, sequence: Sequence, tokens: int | Mapping[str, int]) -> None:
         """Write numbers that were never written before behind the frontiers, and commit them."""
         columns = {"main": tokens} if isinstance(tokens, int) else dict(tokens)
-        unit, _ = self.ledgers.begin_unit("step", self.ledgers.batch([sequence]), columns)
+        unit, _ = self.ledger.begin_unit("step", self.ledger.batch([sequence]), columns)
         for pool, count in columns.items():
             first = int(unit.first_positions[pool][0])
             for position in range(first, first + count):
-                page = int(self.ledgers.spaces[pool].table.mirror[sequence.row, position // PAGE_TOKENS])
+                page = int(self.ledger.active[pool].table[sequence.row, position // PAGE_TOKENS])
                 assert page != UNMAPPED, f"position {position} is not mapped"
                 self.bytes[pool][page, position % PAGE_TOKENS] = next(self._number)
-        self.ledgers.commit_unit(unit)
+        self.ledger.commit_unit(unit)
 
     def retain(self, tokens: int | Mapping[str, int], *, state: object = "complete") -> Continuation:
         """Return a continuation of a sequence that wrote so many tokens and no budget beyond Main's."""
@@ -120,51 +115,51 @@ class SharedLedgers:
 
     def finish(self, sequence: Sequence, *, state: object = "complete") -> Continuation:
         """Finish a sequence and retain it."""
-        kept = self.ledgers.finish(sequence, retain=True, state=state)
+        kept = self.ledger.finish(sequence, retain=True, state=state)
         assert kept is not None
         self.poison()
         return kept
 
     def snapshot(self, sequence: Sequence, *, state: object = "complete") -> Continuation:
         """Checkpoint a sequence; there must be room."""
-        prepared = self.ledgers.prepare_snapshot(sequence, state)
+        prepared = self.ledger.prepare_snapshot(sequence, state)
         assert not isinstance(prepared, Refusal), prepared
         self.copy(prepared.copies)
-        return self.ledgers.commit_snapshot(prepared)
+        return self.ledger.commit_snapshot(prepared)
 
     def release(self, continuation: Continuation) -> None:
         """Release a continuation."""
-        self.ledgers.release(continuation)
+        self.ledger.release(continuation)
         self.poison()
 
     def end(self, sequence: Sequence) -> None:
         """Finish a sequence without retaining it."""
-        self.ledgers.finish(sequence)
+        self.ledger.finish(sequence)
         self.poison()
 
     def poison(self) -> None:
         """Overwrite every free page group: whoever still names it reads -1."""
-        for name, spaces in self.ledgers.spaces.items():
+        for name, spaces in self.ledger.active.items():
             self.bytes[name][spaces.pool.free_runs.mask()] = POISON
 
     # ---- answers ----------------------------------------------------------------------------------
 
-    def space(self, continuation: Continuation, pool: str = "main") -> RetainedSpace:
+    def space(self, continuation: Continuation, pool: str = "main") -> KeptSpace:
         """Return the inactive space of a continuation."""
-        return self.ledgers.continuations.retained[pool].spaces[continuation.number]
+        return self.ledger.kept[pool].by_number[continuation.number]
 
     def frontier(self, held: Held, pool: str = "main") -> int:
         """Return the committed frontier."""
         if isinstance(held, Continuation):
             return self.space(held, pool).frontier
-        return int(self.ledgers.spaces[pool].frontier[held.row])
+        return int(self.ledger.active[pool].committed_end[held.row])
 
     def logical(self, held: Held, pool: str = "main") -> list[int]:
         """Return the logical pages of a space in block order."""
         if isinstance(held, Continuation):
             members: list[int] = self.space(held, pool).members.tolist()
         else:
-            spaces = self.ledgers.spaces[pool]
+            spaces = self.ledger.active[pool]
             members = spaces.members[held.row, : spaces.membership_pages(held.row)].tolist()
         return members
 
@@ -174,7 +169,7 @@ class SharedLedgers:
 
     def column(self, name: str, held: Held, pool: str = "main") -> list[int]:
         """Return one column of the logical pages of a space, in block order."""
-        values: list[int] = getattr(self.ledgers.spaces[pool].pages, name)[self.logical(held, pool)].tolist()
+        values: list[int] = getattr(self.ledger.active[pool].pages, name)[self.logical(held, pool)].tolist()
         return values
 
     def read(self, held: Held, pool: str = "main") -> list[int]:
@@ -184,8 +179,8 @@ class SharedLedgers:
 
     def available(self, pool: str = "main") -> int:
         """Return the pages that anyone may reserve."""
-        return self.ledgers.spaces[pool].pool.available
+        return self.ledger.active[pool].pool.available
 
     def check(self) -> None:
         """Check every invariant of C16."""
-        check_ledgers(self.ledgers)
+        check_ledger(self.ledger)

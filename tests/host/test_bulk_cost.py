@@ -7,16 +7,18 @@ pages lie in one run or all apart, so both ways of looking pages up are counted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import pytest
 
-from pagedkv.ledger.activation import ActivationTarget
 from pagedkv.ledger.continuations import Continuation
-from pagedkv.ledger.ledger import StoreLedgers
+from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
-from tests.host.builders import activate, boundary_checked, make_ledgers, write
+from pagedkv.ledger.transaction import ActivationTarget
+from tests.host.builders import activate, make_ledger, write
 
 SIZES = (64, 192)
 """Many more pages would show nothing more: one call a page is 128 calls apart here."""
@@ -39,79 +41,59 @@ def calls_of(operation: Callable[[], object]) -> int:
     return counted
 
 
-def written(ledgers: StoreLedgers, tokens: int) -> Sequence:
-    sequence = activate(ledgers, tokens)
-    write(ledgers, sequence, tokens)
+def written(ledger: Ledger, tokens: int) -> Sequence:
+    sequence = activate(ledger, tokens)
+    write(ledger, sequence, tokens)
     return sequence
 
 
-def retained(ledgers: StoreLedgers, tokens: int) -> Continuation:
-    continuation = ledgers.finish(written(ledgers, tokens), retain=True, state="complete")
+def retained(ledger: Ledger, tokens: int) -> Continuation:
+    continuation = ledger.finish(written(ledger, tokens), retain=True, state="complete")
     assert continuation is not None
     return continuation
 
 
-def make(pages: int, layout: str) -> StoreLedgers:
-    """Return ledgers with room for three sequences; `apart`: every second page is held by a continuation."""
+def make(pages: int, layout: str) -> Ledger:
+    """Return a ledger with room for three sequences; `apart`: every second page is held by a continuation."""
     total = 3 * (pages + 2)
-    ledgers = make_ledgers(max_context=(pages + 2) * 64, max_concurrency=6, tokens=2 * total * 64)
-    kept = [retained(ledgers, 1) for _ in range(2 * total)] if layout == "apart" else []
+    ledger = make_ledger(max_context=(pages + 2) * 64, max_concurrency=6, tokens=2 * total * 64)
+    kept = [retained(ledger, 1) for _ in range(2 * total)] if layout == "apart" else []
     for continuation in kept[::2]:
-        ledgers.release(continuation)
-    return ledgers
+        ledger.release(continuation)
+    return ledger
 
 
-def admit(ledgers: StoreLedgers, tokens: int) -> Iterator[Callable[[], object]]:
-    yield lambda: ledgers.try_activate(ActivationTarget(tokens, 0))
-
-
-def fork(ledgers: StoreLedgers, tokens: int) -> Iterator[Callable[[], object]]:
-    source = retained(ledgers, tokens)
-    yield lambda: ledgers.try_activate(ActivationTarget(64, 0, source=source))
-
-
-def move(ledgers: StoreLedgers, tokens: int) -> Iterator[Callable[[], object]]:
-    source = retained(ledgers, tokens)
-    yield lambda: ledgers.try_activate(ActivationTarget(64, 0, source=source, keep_source=False))
-
-
-def finish(ledgers: StoreLedgers, tokens: int) -> Iterator[Callable[[], object]]:
-    sequence = written(ledgers, tokens)
-    yield lambda: ledgers.finish(sequence)
-
-
-def finish_forked(ledgers: StoreLedgers, tokens: int) -> Iterator[Callable[[], object]]:
-    source = retained(ledgers, tokens)
-    sequence = ledgers.try_activate(ActivationTarget(64, 0, source=source))
+def forked(ledger: Ledger, tokens: int) -> Sequence:
+    sequence = ledger.try_activate(ActivationTarget(64, 0, source=retained(ledger, tokens)))
     assert isinstance(sequence, Sequence)
-    yield lambda: ledgers.finish(sequence)
+    return sequence
 
 
-def snapshot(ledgers: StoreLedgers, tokens: int) -> Iterator[Callable[[], object]]:
-    sequence = written(ledgers, tokens)
-    yield lambda: ledgers.try_snapshot(sequence, "complete")
-
-
-def retain(ledgers: StoreLedgers, tokens: int) -> Iterator[Callable[[], object]]:
-    sequence = written(ledgers, tokens)
-    yield lambda: ledgers.finish(sequence, retain=True, state="complete")
-
-
-def release(ledgers: StoreLedgers, tokens: int) -> Iterator[Callable[[], object]]:
-    source = retained(ledgers, tokens)
-    yield lambda: ledgers.release(source)
+OPERATIONS: dict[str, tuple[Callable[[Ledger, int], Any], Callable[[Ledger, Any], object]]] = {
+    "admit": (lambda ledger, tokens: tokens, lambda ledger, tokens: ledger.try_activate(ActivationTarget(tokens, 0))),
+    "fork": (retained, lambda ledger, source: ledger.try_activate(ActivationTarget(64, 0, source))),
+    "move": (retained, lambda ledger, source: ledger.try_activate(
+        ActivationTarget(64, 0, source, keep_source=False))),
+    "finish": (written, lambda ledger, sequence: ledger.finish(sequence)),
+    "finish a fork": (forked, lambda ledger, sequence: ledger.finish(sequence)),
+    "snapshot": (written, lambda ledger, sequence: ledger.try_snapshot(sequence, "complete")),
+    "retain": (written, lambda ledger, sequence: ledger.finish(sequence, retain=True, state="complete")),
+    "release": (retained, lambda ledger, source: ledger.release(source)),
+}
+"""What an operation begins with, of so many tokens, and the operation."""
 
 
 @pytest.mark.parametrize("layout", ["adjoining", "apart"])
 @pytest.mark.parametrize("tail", [0, 40], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("operation", [admit, fork, move, finish, finish_forked, snapshot, retain, release])
+@pytest.mark.parametrize(("begin", "act"), OPERATIONS.values(), ids=OPERATIONS)
 def test_a_bulk_operation_makes_as_many_calls_for_many_pages_as_for_few(
-    operation: Callable[[StoreLedgers, int], Iterator[Callable[[], object]]], tail: int, layout: str
+    begin: Callable[[Ledger, int], Any], act: Callable[[Ledger, Any], object], tail: int, layout: str
 ) -> None:
     """Cost per page is constant: only the vectors grow (design: bulk operations)."""
     counts = []
     for pages in SIZES:
-        with boundary_checked(make(pages, layout)) as ledgers:
-            counts.append(calls_of(next(operation(ledgers, (pages - 1) * 64 + (tail or 64)))))
+        ledger = make(pages, layout)
+        subject = begin(ledger, (pages - 1) * 64 + (tail or 64))
+        counts.append(calls_of(partial(act, ledger, subject)))
 
     assert counts[0] == counts[1]

@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from pagedkv.codecs import codecs
-from pagedkv.codecs.codecs import CodecCounts
+from pagedkv import codecs
+from pagedkv.codecs import CodecCounts
 from pagedkv.values.profiles import HEAD_DIMS_BF16, PROFILES, plane_schema
 from tests.host.codec_cases import (
     F32,
@@ -25,6 +25,7 @@ from tests.host.codec_cases import (
     SIDES,
     U8,
     U16,
+    Rng,
     Side,
     assert_is_expected,
     assert_same_bits,
@@ -35,10 +36,10 @@ from tests.host.codec_cases import (
     row_of,
 )
 from tests.oracle import codec_oracle as oracle
+from tests.oracle.attention_oracle import hadamard
+
 
 # ---- codecs 1: rotation ----------------------------------------------------------------------------------------------
-
-
 def constant_row(peak: float, head_dim: int) -> U16:
     """The constant BF16 row whose rotation is `peak` in dim 0 and zero elsewhere; D = 64 or 256."""
     constant = np.full((1, head_dim), peak / head_dim**0.5)
@@ -50,7 +51,7 @@ def constant_row(peak: float, head_dim: int) -> U16:
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_rotation_of_a_hadamard_row_is_one_outlier(head_dim: int) -> None:
     """R times row i of the natural-order matrix is sqrt(D) at dim i and +0 elsewhere, exactly.  (codecs 1)"""
-    signs = hadamard(head_dim).astype(np.float32)
+    signs = np.sign(hadamard(head_dim)).astype(np.float32)
     rotated = codecs.rotate(np.float32(1.25) * signs)
 
     assert_same_bits((1.25 * head_dim**0.5 * np.eye(head_dim)).astype(np.float32), rotated)
@@ -101,7 +102,7 @@ def test_rotated_constant_rows_have_these_bytes(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("bad_bits", [0x7FC0, 0xFF81, 0x7F80, 0xFF80])
 def test_rotation_spreads_a_nonfinite_value_over_its_row_only(
-    side: Side, head_dim: int, bad_bits: int, rng: np.random.Generator
+    side: Side, head_dim: int, bad_bits: int, rng: Rng
 ) -> None:
     """The rotated value counts: every group of the row is marked, its neighbour rows are not.  (codecs 8)"""
     rows = bf16(rng.standard_normal((3, head_dim)))
@@ -121,9 +122,7 @@ def test_rotation_spreads_a_nonfinite_value_over_its_row_only(
 
 
 # ---- random rows against the oracle ----------------------------------------------------------------------------------
-
-
-def random_rows(head_dim: int, rng: np.random.Generator) -> U16:
+def random_rows(head_dim: int, rng: Rng) -> U16:
     """BF16 rows (7, D): unit, narrow, wide exponents, subnormal, sparse, domain edges, any bits at all."""
     normal = rng.standard_normal((4, head_dim))
     normal[1] *= 0.25
@@ -136,7 +135,7 @@ def random_rows(head_dim: int, rng: np.random.Generator) -> U16:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_random_bf16_rows_have_the_bytes_of_the_oracle(side: Side, rng: np.random.Generator) -> None:
+def test_random_bf16_rows_have_the_bytes_of_the_oracle(side: Side, rng: Rng) -> None:
     """Codes, scales, counts and decoded bits, with rotation, for every head_dim tried.  (C4.4)"""
     for head_dim in (16, 64, 80, 128, 256) if side[0] == "bf16" else (64, 128, 256):
         rows = random_rows(head_dim, rng)
@@ -148,14 +147,14 @@ def test_random_bf16_rows_have_the_bytes_of_the_oracle(side: Side, rng: np.rando
 
 
 @pytest.mark.parametrize("side", QUANTIZED_SIDES)
-def test_random_float32_rows_have_the_bytes_of_the_oracle(side: Side, rng: np.random.Generator) -> None:
+def test_random_float32_rows_have_the_bytes_of_the_oracle(side: Side, rng: Rng) -> None:
     """Full-width significands, as a rotation leaves them, at three magnitudes.  (C4.4)"""
     for head_dim in (64, 128, 256):
         magnitudes = np.array([[1.0], [2.0**-22], [1.0e4]], np.float32)
         encoded(side, rng.standard_normal((3, head_dim)).astype(np.float32) * magnitudes)
 
 
-def test_rotation_has_the_bits_of_the_oracle(rng: np.random.Generator) -> None:
+def test_rotation_has_the_bits_of_the_oracle(rng: Rng) -> None:
     """The order of the butterfly decides the last bits: ascending strides, every step rounded.  (codecs 1)"""
     for head_dim in (64, 128, 256):
         rows = (rng.standard_normal((2, head_dim)) * 2.0 ** rng.integers(-8, 8, head_dim)).astype(np.float32)
@@ -165,7 +164,7 @@ def test_rotation_has_the_bits_of_the_oracle(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_row_bytes_depend_on_the_row_alone(side: Side, head_dim: int, rng: np.random.Generator) -> None:
+def test_row_bytes_depend_on_the_row_alone(side: Side, head_dim: int, rng: Rng) -> None:
     """A row among others, alone, and in another order has the same bytes; no rows give no bytes.  (C4.4)"""
     rows = random_rows(head_dim, rng)
     before = rows.copy()
@@ -199,7 +198,7 @@ def test_byte_counts_come_from_the_plane_schema(side: Side) -> None:
         assert row_bytes.get(f"{kind}_scale") == (None if scale is None else scale.shape[1])
 
 
-def test_bytes_do_not_alias_the_rows_and_names_may_be_aliases(rng: np.random.Generator) -> None:
+def test_bytes_do_not_alias_the_rows_and_names_may_be_aliases(rng: Rng) -> None:
     """Changing the rows afterwards changes no byte; an alias and a Profile give the bytes of the name.  (C0)"""
     rows = bf16(rng.standard_normal((2, 256)))
     code, _ = codecs.encode("bf16", "k", rows)
@@ -212,7 +211,7 @@ def test_bytes_do_not_alias_the_rows_and_names_may_be_aliases(rng: np.random.Gen
     np.testing.assert_array_equal(before, code)
 
 
-def test_numpy_error_state_of_the_caller_is_left_alone(rng: np.random.Generator) -> None:
+def test_numpy_error_state_of_the_caller_is_left_alone(rng: Rng) -> None:
     """Underflow and infinities are part of the format, so `seterr(all="raise")` raises nothing here.  (codecs 8)"""
     rows = random_rows(256, rng)
     expected = [codecs.encode(*side, rows) for side in SIDES]
@@ -226,8 +225,6 @@ def test_numpy_error_state_of_the_caller_is_left_alone(rng: np.random.Generator)
 
 
 # ---- codecs 7: format error ------------------------------------------------------------------------------------------
-
-
 FORMAT_ERRORS = {"bf16": 0.0016, "int8": 0.006, "fp8": 0.026, "fp4": 0.095}
 
 
@@ -235,18 +232,11 @@ def format_of(side: Side) -> str:
     return "bf16" if side[0] == "bf16" else "int8" if side in INT8_SIDES else "fp8" if side in FP8_SIDES else "fp4"
 
 
-def hadamard(head_dim: int) -> F64:
-    """Natural order: entry (i, j) is -1 to the number of ones in i & j."""
-    index = np.arange(head_dim)
-    ones = np.array([value.bit_count() for value in range(head_dim)])
-    return np.where(ones[index[:, np.newaxis] & index] % 2, -1.0, 1.0)
-
-
 def relative_error(actual: F32, reference: F64) -> float:
     return float(np.linalg.norm(actual - reference) / np.linalg.norm(reference))
 
 
-def gaussian(side: Side, head_dim: int, rng: np.random.Generator) -> tuple[U8, U8 | None, F64]:
+def gaussian(side: Side, head_dim: int, rng: Rng) -> tuple[U8, U8 | None, F64]:
     """Code, scale and the exact numbers that they stand for, of 512 Gaussian rows."""
     values = rng.standard_normal((512, head_dim)).astype(np.float32)
     if side[0] == "bf16":
@@ -255,13 +245,13 @@ def gaussian(side: Side, head_dim: int, rng: np.random.Generator) -> tuple[U8, U
     code, scale = codecs.encode(*side, rows)
     reference = codecs.bf16_to_f32(rows).astype(np.float64)
     if side in ROTATED_SIDES:
-        reference = reference @ hadamard(head_dim) / head_dim**0.5
+        reference = reference @ hadamard(head_dim)
     return code, scale, reference
 
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_format_error_is_the_measured_one(side: Side, head_dim: int, rng: np.random.Generator) -> None:
+def test_format_error_is_the_measured_one(side: Side, head_dim: int, rng: Rng) -> None:
     """decode(encode(x)) against R x where the profile rotates, else x: within a tenth of the figure.  (codecs 7)"""
     code, scale, reference = gaussian(side, head_dim, rng)
     error = relative_error(codecs.decode(*side, code, scale, head_dim), reference)
@@ -285,21 +275,15 @@ def swap_scale_bytes(code: U8, scale: U8) -> tuple[U8, U8]:
     return code, np.ascontiguousarray(scale.reshape(-1, 2)[:, ::-1]).reshape(scale.shape)
 
 
-@pytest.mark.parametrize(
-    ("side", "damage", "expected"),
-    [
-        *((side, partial(shift_scales, scale_bytes=1), 0.345) for side in FP4_SIDES),
-        *((side, swap_nibbles, 1.414) for side in FP4_SIDES),
-        *((side, partial(shift_scales, scale_bytes=2), None) for side in (*INT8_SIDES, *FP8_SIDES)),
-        *((side, shift_codes, 1.414) for side in QUANTIZED_SIDES),
-        *((side, swap_scale_bytes, None) for side in (*INT8_SIDES, *FP8_SIDES)),
-    ],
-)
+@pytest.mark.parametrize(("side", "damage", "expected"), [
+    *((side, partial(shift_scales, scale_bytes=1), 0.345) for side in FP4_SIDES),
+    *((side, swap_nibbles, 1.414) for side in FP4_SIDES),
+    *((side, partial(shift_scales, scale_bytes=2), None) for side in (*INT8_SIDES, *FP8_SIDES)),
+    *((side, shift_codes, 1.414) for side in QUANTIZED_SIDES),
+    *((side, swap_scale_bytes, None) for side in (*INT8_SIDES, *FP8_SIDES)),
+])
 def test_misplaced_scales_or_codes_exceed_twice_the_format_error(
-    side: Side,
-    damage: Callable[[U8, U8], tuple[U8, U8]],
-    expected: float | None,
-    rng: np.random.Generator,
+    side: Side, damage: Callable[[U8, U8], tuple[U8, U8]], expected: float | None, rng: Rng
 ) -> None:
     """The bound that layout tests rely on does find a layout bug.  (codecs 7)"""
     code, scale, reference = gaussian(side, 256, rng)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
 from pagedkv.errors import ConfigError, MisuseError, PagedKVError
 from pagedkv.values.config import (
+    AutoCapacity,
     Backend,
     DraftFullBackend,
     ExplicitCapacity,
@@ -15,23 +19,14 @@ from pagedkv.values.config import (
     MTPBackend,
     StoreConfig,
 )
-from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, make_config, refused
-
-
-def capacity_config(tokens: int, *, max_context: int = 256, max_concurrency: int = 3) -> StoreConfig:
-    return make_config(max_context=max_context, max_concurrency=max_concurrency, tokens=tokens)
+from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, make_config
+from tests.host.refusals import refused
 
 
 @pytest.mark.parametrize(
     ("max_context", "max_concurrency", "blocks", "pages_min", "pages_max"),
-    [
-        (256, 3, 4, 4, 12),
-        (64, 1, 1, 1, 1),
-        (65, 1, 2, 2, 2),
-        (128, 8, 2, 8, 16),
-        (1, 4, 1, 4, 4),
-        (1000, 2, 16, 16, 32),
-    ],
+    [(256, 3, 4, 4, 12), (64, 1, 1, 1, 1), (65, 1, 2, 2, 2), (128, 8, 2, 8, 16), (1, 4, 1, 4, 4),
+     (1000, 2, 16, 16, 32)],
 )
 def test_capacity_limits_follow_context_and_concurrency(
     max_context: int, max_concurrency: int, blocks: int, pages_min: int, pages_max: int
@@ -39,15 +34,14 @@ def test_capacity_limits_follow_context_and_concurrency(
     """M_min = max(L, C), M_max = C * L.  (C5.1)"""
     config = make_config(max_context=max_context, max_concurrency=max_concurrency)
 
-    assert config.blocks == blocks
-    assert (config.pages_min, config.pages_max) == (pages_min, pages_max)
+    assert (config.blocks, config.pages_min, config.pages_max) == (blocks, pages_min, pages_max)
     assert config.main_pages == pages_max
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(256, 4), (257, 5), (320, 5), (321, 6), (767, 12), (768, 12)])
 def test_explicit_capacity_is_rounded_up_to_pages(tokens: int, pages: int) -> None:
     """M = ceil(K_main / P), from M_min to M_max.  (C5.2)"""
-    assert capacity_config(tokens).main_pages == pages
+    assert make_config(max_concurrency=3, tokens=tokens).main_pages == pages
 
 
 def test_page_rounding_does_not_raise_the_ceiling_of_a_sequence() -> None:
@@ -57,45 +51,35 @@ def test_page_rounding_does_not_raise_the_ceiling_of_a_sequence() -> None:
     assert (config.main_pages, config.max_context, config.blocks) == (2, 100, 2)
 
 
-@pytest.mark.parametrize("tokens", [1, 192, 255])
-def test_capacity_below_one_whole_sequence_is_refused(tokens: int) -> None:
-    """K_main >= S: one request can reach its ceiling.  (C5.2, S80)"""
-    with refused(ConfigError, "C5.2", match="at least max_context = 256 tokens"):
-        capacity_config(tokens)
+@pytest.mark.parametrize(
+    ("tokens", "max_context", "max_concurrency", "reason"),
+    [
+        *((tokens, 256, 3, "at least max_context = 256 tokens") for tokens in (1, 192, 255)),  # K_main >= S (S80)
+        *((tokens, 256, 3, "4 to 12 pages") for tokens in (769, 832, 1 << 36)),  # M <= C * L
+        (448, 128, 8, "8 to 16 pages"),  # M >= C even when L is smaller
+        (257, 256, 1, "4 to 4 pages"),  # C = 1: M_min = M_max = L
+    ],
+)
+def test_capacity_outside_its_limits_is_refused(
+    tokens: int, max_context: int, max_concurrency: int, reason: str
+) -> None:
+    """A whole sequence, a page for every lane, and no more than all lanes can use.  (C5.1, C5.2)"""
+    with refused(ConfigError, "C5.2", match=reason):
+        make_config(max_context=max_context, max_concurrency=max_concurrency, tokens=tokens)
 
 
-@pytest.mark.parametrize("tokens", [769, 832, 1 << 36])
-def test_capacity_above_every_lane_at_its_ceiling_is_refused(tokens: int) -> None:
-    """M <= C * L: more can be used by nobody.  (C5.2)"""
-    with refused(ConfigError, "C5.2", match="4 to 12 pages"):
-        capacity_config(tokens)
-
-
-@pytest.mark.parametrize(("tokens", "is_enough"), [(449, True), (448, False)])
-def test_every_lane_gets_a_page(tokens: int, is_enough: bool) -> None:
-    """M >= C even when L is smaller: 8 lanes of one sequence of 128 tokens.  (C5.1, C5.2)"""
-    if is_enough:
-        assert capacity_config(tokens, max_context=128, max_concurrency=8).main_pages == 8
-    else:
-        with refused(ConfigError, "C5.2", match="8 to 16 pages"):
-            capacity_config(tokens, max_context=128, max_concurrency=8)
-
-
-def test_one_lane_is_a_single_point() -> None:
-    """C = 1: M_min = M_max = L, and nothing else is accepted.  (C5.1, C5.2)"""
-    assert capacity_config(256, max_concurrency=1).main_pages == 4
-    with refused(ConfigError, "C5.2", match="4 to 4 pages"):
-        capacity_config(257, max_concurrency=1)
+@pytest.mark.parametrize(("tokens", "max_context", "max_concurrency", "pages"), [(449, 128, 8, 8), (256, 256, 1, 4)])
+def test_capacity_at_its_limits_is_accepted(tokens: int, max_context: int, max_concurrency: int, pages: int) -> None:
+    """One page for each of 8 lanes; the single point of one lane.  (C5.1, C5.2)"""
+    assert make_config(max_context=max_context, max_concurrency=max_concurrency, tokens=tokens).main_pages == pages
 
 
 @pytest.mark.parametrize(("draft_window", "lead_pages"), [(1, 0), (2, 8), (5, 8), (15, 8)])
 def test_the_mtp_pool_has_room_for_every_row_to_lead(draft_window: int, lead_pages: int) -> None:
     """M + C * ceil((K - 1) / P) pages at C = 8: M, M + 8, M + 8.  (C5.6)"""
-    config = make_config(max_context=256, max_concurrency=8, backend=MTPBackend(draft_window))
-    main, draft = config.pools
+    main, draft = make_config(max_context=256, max_concurrency=8, backend=MTPBackend(draft_window)).pools
 
-    assert main.pages == 32
-    assert draft.pages == 32 + lead_pages
+    assert (main.pages, draft.pages) == (32, 32 + lead_pages)
     assert (main.lead_tokens, draft.lead_tokens) == (0, draft_window - 1)
 
 
@@ -103,8 +87,7 @@ def test_the_draft_full_pool_has_as_many_pages_as_main() -> None:
     """M, and no provisional lead.  (C5.6)"""
     main, draft = make_config(tokens=320, backend=DraftFullBackend(DRAFT_GEOMETRY)).pools
 
-    assert (main.pages, draft.pages) == (5, 5)
-    assert draft.lead_tokens == 0
+    assert (main.pages, draft.pages, draft.lead_tokens) == (5, 5, 0)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +101,8 @@ def test_a_backend_brings_at_most_one_pool(backend: Backend | None, names: list[
 
 def test_main_and_mtp_share_profile_order_and_heads() -> None:
     """The engine's profile, page-major; the draft has its own layers.  (C3.4)"""
-    config = StoreConfig(
-        KVGeometry(5, 8, 2, 128), profile="k8v4", max_context=128, max_concurrency=1,
-        kv_capacity=ExplicitCapacity(128), backend=MTPBackend(2, layers=3),
-    )  # fmt: skip
-    main, draft = config.pools
+    main, draft = dataclasses.replace(make_config(backend=MTPBackend(2, layers=3)), geometry=KVGeometry(5, 8, 2, 128),
+                                      profile="k8v4").pools
 
     assert [(pool.profile.name, pool.order) for pool in (main, draft)] == [("k8v4", "page-major")] * 2
     assert (main.geometry.layers, draft.geometry.layers) == (5, 3)
@@ -131,12 +111,8 @@ def test_main_and_mtp_share_profile_order_and_heads() -> None:
 
 def test_draft_full_is_bf16_and_head_major_whatever_the_engine_uses() -> None:
     """Its own profile, geometry and order.  (C3.4)"""
-    config = StoreConfig(
-        KVGeometry(5, 8, 2, 128), profile="int8-g64", max_context=128, max_concurrency=1,
-        kv_capacity=ExplicitCapacity(128), backend=DraftFullBackend(DRAFT_GEOMETRY),
-    )  # fmt: skip
+    _, draft = dataclasses.replace(make_config(backend=DraftFullBackend(DRAFT_GEOMETRY)), profile="int8-g64").pools
 
-    draft = config.pools[1]
     assert (draft.profile.name, draft.order, draft.geometry) == ("bf16", "head-major", DRAFT_GEOMETRY)
 
 
@@ -153,17 +129,12 @@ def test_other_group_sizes_are_refused_at_construction(query_heads: int, kv_head
         KVGeometry(1, query_heads, kv_heads, 64)
 
 
-def geometry_with(**changed: object) -> Callable[[], object]:
-    values: dict[str, object] = {"layers": 1, "query_heads": 4, "kv_heads": 2, "head_dim": 64}
-    return lambda: KVGeometry(**(values | changed))  # type: ignore[arg-type]
+def geometry_with(**changed: Any) -> Callable[[], object]:
+    return partial(dataclasses.replace, GEOMETRY, **changed)
 
 
-def store_with(**changed: object) -> Callable[[], object]:
-    values: dict[str, object] = {
-        "profile": "bf16", "max_context": 256, "max_concurrency": 2, "kv_capacity": ExplicitCapacity(512),
-    }  # fmt: skip
-    geometry = changed.pop("geometry", GEOMETRY)
-    return lambda: StoreConfig(geometry, **(values | changed))  # type: ignore[arg-type]
+def store_with(**changed: Any) -> Callable[[], object]:
+    return partial(dataclasses.replace, make_config(), **changed)
 
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
@@ -188,18 +159,29 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("capacity as a number", store_with(kv_capacity=512), "C5.2"),
     ("no capacity", store_with(kv_capacity=None), "C5.2"),
     ("an unknown backend", store_with(backend="mtp"), "C3.3"),
-    ("a draft window of zero", lambda: MTPBackend(0), "C5.6"),
-    ("a draft window beyond the verify width", lambda: MTPBackend(16), "C5.6"),
-    ("a fractional draft window", lambda: MTPBackend(2.5), "C5.6"),  # type: ignore[arg-type]
-    ("a draft without layers", lambda: MTPBackend(2, layers=0), "C3.3"),
-    ("a draft with too many layers", lambda: MTPBackend(2, layers=65), "C3.3"),
-    ("a draft without geometry", lambda: DraftFullBackend(None), "C3.4"),  # type: ignore[arg-type]
-    ("a draft with a head_dim of no kernel", lambda: DraftFullBackend(KVGeometry(1, 8, 4, 40)), "C4.5"),
-    ("a draft with a head_dim that nothing reads", lambda: DraftFullBackend(KVGeometry(1, 8, 4, 256)), "C4.5"),
-    ("capacity of zero tokens", lambda: ExplicitCapacity(0), "C5.2"),
-    ("negative capacity", lambda: ExplicitCapacity(-64), "C5.2"),
-    ("fractional capacity", lambda: ExplicitCapacity(64.0), "C5.2"),  # type: ignore[arg-type]
-    ("absurd capacity", lambda: ExplicitCapacity((1 << 36) + 1), "C5.2"),
+    ("a draft window of zero", partial(MTPBackend, 0), "C5.6"),
+    ("a draft window beyond the verify width", partial(MTPBackend, 16), "C5.6"),
+    ("a fractional draft window", partial(MTPBackend, 2.5), "C5.6"),  # type: ignore[arg-type]
+    ("a draft without layers", partial(MTPBackend, 2, layers=0), "C3.3"),
+    ("a draft with too many layers", partial(MTPBackend, 2, layers=65), "C3.3"),
+    ("a draft without geometry", partial(DraftFullBackend, None), "C3.4"),  # type: ignore[arg-type]
+    ("a draft with a head_dim of no kernel", partial(DraftFullBackend, KVGeometry(1, 8, 4, 40)), "C4.5"),
+    ("a draft with a head_dim that nothing reads", partial(DraftFullBackend, KVGeometry(1, 8, 4, 256)), "C4.5"),
+    ("capacity of zero tokens", partial(ExplicitCapacity, 0), "C5.2"),
+    ("negative capacity", partial(ExplicitCapacity, -64), "C5.2"),
+    ("fractional capacity", partial(ExplicitCapacity, 64.0), "C5.2"),  # type: ignore[arg-type]
+    ("absurd capacity", partial(ExplicitCapacity, (1 << 36) + 1), "C5.2"),
+    ("negative headroom", partial(AutoCapacity, -1), "C5.3"),
+    ("fractional headroom", partial(AutoCapacity, 1.0), "C5.3"),  # type: ignore[arg-type]
+    ("least tokens of zero", partial(AutoCapacity, 0, 0), "C5.3"),
+    ("more least tokens than all lanes hold", store_with(kv_capacity=AutoCapacity(0, 2 * 4 * 64 + 1)), "C5.1"),
+    ("negative state", store_with(state_bytes_fixed=-1), "C5.3"),
+    ("no state per lane", store_with(state_bytes_per_lane=None), "C5.3"),
+    ("a negative graph allowance", store_with(graph_allowance_bytes=-1), "C5.4"),
+    ("too wide a decode unit", store_with(decode_columns_max=17), "C14.4"),
+    ("too narrow a prefill unit", store_with(prefill_columns_max=15), "C14.4"),
+    ("a number for sanitizer", store_with(sanitizer=1), "C11.1"),
+    ("a negative host arena", store_with(host_arena_bytes=-1), "C5.7"),
 ]
 
 
@@ -215,7 +197,7 @@ def test_a_configuration_that_cannot_be_honoured_is_refused(build: Callable[[], 
 def test_a_refusal_has_four_parts_and_a_clause() -> None:
     """What was refused, expected, got, what to do: as text and as attributes."""
     with refused(ConfigError, "C5.2") as caught:
-        capacity_config(128)
+        make_config(tokens=128)
 
     error: PagedKVError = caught.value
     assert str(error) == (
@@ -230,8 +212,30 @@ def test_a_configuration_is_a_value() -> None:
     config = make_config()
 
     assert config == make_config()
-    assert StoreConfig(
-        GEOMETRY, profile="BF16", max_context=256, max_concurrency=2, kv_capacity=ExplicitCapacity(512)
-    ) == make_config()  # fmt: skip
+    assert config == StoreConfig(GEOMETRY, profile="BF16", max_context=256, max_concurrency=2,
+                                 kv_capacity=ExplicitCapacity(512))
     with pytest.raises(AttributeError):
         config.max_context = 512  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("backend", "columns"),
+    [(None, 1), (MTPBackend(1), 2), (MTPBackend(15), 16), (DraftFullBackend(DRAFT_GEOMETRY), 16)],
+)
+def test_the_widest_decode_unit_follows_the_backend(backend: Backend | None, columns: int) -> None:
+    """1, K + 1 or 16 columns, unless the caller says.  (C14.4)"""
+    config = make_config(backend=backend)
+
+    assert config.decode_columns == columns
+    assert dataclasses.replace(config, decode_columns_max=7).decode_columns == 7
+
+
+def test_an_unresolved_configuration_has_no_pages_yet() -> None:
+    """Everything downstream of the planner sees a resolved one.  (C5.3)"""
+    config = dataclasses.replace(make_config(), kv_capacity=AutoCapacity())
+    with refused(ConfigError, "C5.3", match="resolved"):
+        _ = config.pools
+
+    assert not config.is_resolved
+    assert config.with_pages(5).main_pages == 5
+    assert [pool.pages for pool in config.with_pages(5).pools] == [5]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedkv.ledger.free_runs import FreeRuns
-from tests.host.builders import assert_unchanged, runs_of, snapshot
+from tests.host.refusals import assert_unchanged, runs_of, snapshot
 
 
 def with_free(capacity: int, free: list[int]) -> FreeRuns:
@@ -29,14 +29,6 @@ def test_every_id_is_free_at_first(capacity: int, expected: list[tuple[int, int]
     assert runs.mask().tolist() == [True] * capacity
 
 
-def test_taking_from_a_fresh_pool_is_ascending_from_zero() -> None:
-    """The first two pages are {0, 1}.  (C3.6)"""
-    runs = FreeRuns(4)
-
-    assert runs.take(2).tolist() == [0, 1]
-    assert runs_of(runs) == [(2, 4)]
-
-
 def test_taking_nothing_changes_nothing() -> None:
     """Zero ids are an empty int32 array, also from an empty set.  (C3.6)"""
     runs = with_free(4, [1, 2])
@@ -48,73 +40,30 @@ def test_taking_nothing_changes_nothing() -> None:
     assert FreeRuns(0).take(0).size == 0
 
 
-def test_a_fragmented_pool_is_drained_from_the_lowest_run_upward() -> None:
-    """Free {0..2, 6, 7, 9}: five ids are {0, 1, 2, 6, 7}.  (C3.6)"""
-    runs = with_free(10, [0, 1, 2, 6, 7, 9])
+@pytest.mark.parametrize(("free", "count", "after", "taken", "left"), [
+    ([0, 1, 2, 3], 2, -1, [0, 1], [(2, 4)]),  # ascending from 0
+    ([0, 1, 2, 6, 7, 9], 5, -1, [0, 1, 2, 6, 7], [(9, 10)]),  # no run holds five: from the lowest upward
+    ([0, 2, 4, 5, 6], 4, -1, [0, 2, 4, 5], [(6, 7)]),  # the front of the last run that it needs
+    ([0, 2, 4], 3, -1, [0, 2, 4], []),  # everything
+    ([0, 1, 2, 3, 6, 7, 9, 10, 11], 2, -1, [6, 7], [(0, 4), (9, 12)]),  # the smallest run that fits
+    ([2, 5, 6, 7, 8, 9], 2, 4, [5, 6], [(2, 3), (7, 10)]),  # the run that continues the last id
+    (list(range(8)), 2, 3, [4, 5], [(0, 4), (6, 8)]),  # which may split a run
+    *(([0, 1, 2, 4, 5, 7], 2, after, [4, 5], [(0, 3), (7, 8)]) for after in (-1, 2, 6, 9)),  # only a preference
+])
+def test_ids_are_taken_where_they_lie_together(
+    free: list[int], count: int, after: int, taken: list[int], left: list[tuple[int, int]]
+) -> None:
+    """Behind the last id if they fit, else from the smallest run that fits, else from the lowest runs.  (C3.6)"""
+    runs = with_free(12, free)
 
-    assert runs.take(5).tolist() == [0, 1, 2, 6, 7]
-    assert runs_of(runs) == [(9, 10)]
-
-
-def test_draining_takes_the_front_of_the_last_run_it_needs() -> None:
-    """Free {0, 2, 4..6}: four ids leave {6}.  (C3.6)"""
-    runs = with_free(8, [0, 2, 4, 5, 6])
-
-    assert runs.take(4).tolist() == [0, 2, 4, 5]
-    assert runs_of(runs) == [(6, 7)]
-
-
-def test_draining_everything_leaves_an_empty_set() -> None:
-    """Every id of every run, then none.  (C3.6)"""
-    runs = with_free(8, [0, 2, 4])
-
-    assert runs.take(3).tolist() == [0, 2, 4]
-    assert runs_of(runs) == []
-    assert runs.id_count == 0
+    assert runs.take(count, after=after).tolist() == taken
+    assert runs_of(runs) == left
+    assert runs.id_count == len(free) - count
 
 
-def test_the_run_that_continues_the_last_id_is_preferred() -> None:
-    """Last id 4, run 5..9 free and id 2 free below: two ids are {5, 6}.  (C3.6)"""
-    runs = with_free(10, [2, 5, 6, 7, 8, 9])
-
-    assert runs.take(2, after=4).tolist() == [5, 6]
-    assert runs_of(runs) == [(2, 3), (7, 10)]
-
-
-def test_a_continuation_may_split_a_run() -> None:
-    """After id 3 inside the run [0, 8): ids 4 and 5 leave two runs.  (C3.6)"""
-    runs = FreeRuns(8)
-
-    assert runs.take(2, after=3).tolist() == [4, 5]
-    assert runs_of(runs) == [(0, 4), (6, 8)]
-
-
-@pytest.mark.parametrize("after", [-1, 2, 6, 9])
-def test_a_continuation_that_does_not_fit_is_only_a_preference(after: int) -> None:
-    """No run of two continues ids -1, 2, 6 or 9: the smallest run that fits serves.  (C3.6)"""
-    runs = with_free(10, [0, 1, 2, 4, 5, 7])
-
-    assert runs.take(2, after=after).tolist() == [4, 5]
-
-
-def test_the_smallest_run_that_fits_is_used() -> None:
-    """Two ids come from the run of two, not from the lower run of four.  (C3.6)"""
-    runs = with_free(12, [0, 1, 2, 3, 6, 7, 9, 10, 11])
-
-    assert runs.take(2).tolist() == [6, 7]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ([3], [(1, 2), (3, 4), (5, 6)]),
-        ([2], [(1, 3), (5, 6)]),
-        ([4], [(1, 2), (4, 6)]),
-        ([2, 3, 4], [(1, 6)]),
-        ([4, 0, 2], [(0, 3), (4, 6)]),
-        ([7, 0], [(0, 2), (5, 6), (7, 8)]),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"),
+                         [([3], [(1, 2), (3, 4), (5, 6)]), ([2], [(1, 3), (5, 6)]), ([4], [(1, 2), (4, 6)]),
+                          ([2, 3, 4], [(1, 6)]), ([4, 0, 2], [(0, 3), (4, 6)]), ([7, 0], [(0, 2), (5, 6), (7, 8)])])
 def test_given_ids_merge_with_both_neighbours(given: list[int], expected: list[tuple[int, int]]) -> None:
     """Runs stay sorted and coalesced in whatever order ids come back.  (C3.6)"""
     runs = with_free(8, [1, 5])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagedkv.codecs import codecs
-from tests.host.codec_cases import assert_same_bits
+from pagedkv import codecs
+from tests.host.codec_cases import Rng, assert_same_bits
 from tests.oracle import codec_oracle as oracle
 
 
@@ -39,7 +39,7 @@ def test_small_formats_decode_every_code() -> None:
     np.testing.assert_array_equal(every_byte.reshape(1, 256), codecs.pack_pairs(pairs))
 
 
-def test_bf16_rounding(rng: np.random.Generator) -> None:
+def test_bf16_rounding(rng: Rng) -> None:
     """RNE with carries, overflow to infinity, subnormals, and NaN that stay NaN.  (C14.4)"""
     bits = np.concatenate((
         rng.integers(0, 1 << 32, 500, dtype=np.uint32),

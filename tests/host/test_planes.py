@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -16,9 +18,7 @@ ORDERS: tuple[PageOrder, ...] = ("page-major", "head-major")
 def byte_offset(plane: PlaneGeometry, *, x: int, position: int, head: int, group: int) -> int:
     """Return the offset of one element: x*nb0 + o*nb1 + h*nb_head + g*nb_page, o = position & 63."""
     return (
-        x * plane.dtype.itemsize
-        + (position & 63) * plane.row_bytes
-        + head * plane.head_stride_bytes
+        x * plane.dtype.itemsize + (position & 63) * plane.row_bytes + head * plane.head_stride_bytes
         + group * plane.page_stride_bytes
     )
 
@@ -27,20 +27,16 @@ def bf16_plane(order: PageOrder, *, pages: int = 10) -> PlaneGeometry:
     return PlaneGeometry("k_code", 0, np.dtype(np.uint16), 128, kv_heads=8, pages=pages, order=order)
 
 
-def test_a_page_major_address_as_worked_in_numbers() -> None:
-    """BF16, D = 128, H = 8: position 70 of head 2 in page group 5.  (C3.7, C3.9)"""
-    plane = bf16_plane("page-major")
+@pytest.mark.parametrize(
+    ("order", "head_stride", "page_stride"), [("page-major", 16_384, 131_072), ("head-major", 163_840, 16_384)]
+)
+def test_an_address_as_worked_in_numbers(order: PageOrder, head_stride: int, page_stride: int) -> None:
+    """BF16, D = 128, H = 8, N = 10: position 70 of head 2 in page group 5.  (C3.7, C3.8, C3.9)"""
+    plane = bf16_plane(order)
 
-    assert (plane.row_bytes, plane.head_stride_bytes, plane.page_stride_bytes) == (256, 16_384, 131_072)
-    assert byte_offset(plane, x=3, position=70, head=2, group=5) == 5 * 131_072 + 2 * 16_384 + 6 * 256 + 3 * 2
-
-
-def test_a_head_major_address_as_worked_in_numbers() -> None:
-    """The same with N = 10 page groups: heads lie N pages apart.  (C3.8, C3.9)"""
-    plane = bf16_plane("head-major")
-
-    assert (plane.row_bytes, plane.head_stride_bytes, plane.page_stride_bytes) == (256, 163_840, 16_384)
-    assert byte_offset(plane, x=3, position=70, head=2, group=5) == 5 * 16_384 + 2 * 163_840 + 6 * 256 + 3 * 2
+    assert (plane.row_bytes, plane.head_stride_bytes, plane.page_stride_bytes) == (256, head_stride, page_stride)
+    expected = 5 * page_stride + 2 * head_stride + 6 * 256 + 3 * 2
+    assert byte_offset(plane, x=3, position=70, head=2, group=5) == expected
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -64,13 +60,8 @@ def test_every_element_has_its_own_address_inside_the_span(order: PageOrder) -> 
     """All (x, o, h, g) of a small plane: distinct offsets that fill the slab.  (C3.7, C3.8)"""
     plane = PlaneGeometry("k_scale", 0, np.dtype(np.uint16), 2, kv_heads=2, pages=3, order=order)
 
-    offsets = {
-        byte_offset(plane, x=x, position=o, head=h, group=g)
-        for x in range(2)
-        for o in range(PAGE_TOKENS)
-        for h in range(2)
-        for g in range(3)
-    }
+    places = itertools.product(range(2), range(PAGE_TOKENS), range(2), range(3))
+    offsets = {byte_offset(plane, x=x, position=o, head=h, group=g) for x, o, h, g in places}
 
     assert offsets == set(range(0, plane.span_bytes, 2))
 
@@ -117,10 +108,8 @@ def test_page_bytes_of_main_and_mtp(
     expected |= {"k8v4": 64 * layers * kv_heads * 402}
 
     for name, page_bytes in expected.items():
-        config = StoreConfig(
-            geometry, profile=name, max_context=128, max_concurrency=2, kv_capacity=ExplicitCapacity(256),
-            backend=MTPBackend(draft_window=1),
-        )  # fmt: skip
+        config = StoreConfig(geometry, profile=name, max_context=128, max_concurrency=2,
+                             kv_capacity=ExplicitCapacity(256), backend=MTPBackend(draft_window=1))
         main, draft = config.pools
         assert main.page_bytes == page_bytes
         assert draft.page_bytes == page_bytes // layers
@@ -128,9 +117,7 @@ def test_page_bytes_of_main_and_mtp(
 
 def test_page_bytes_of_draft_full() -> None:
     """One layer of 8 x 128 in BF16 is 0.25 MiB a page, whatever the engine's profile.  (C3.4, C3.11)"""
-    config = StoreConfig(
-        KVGeometry(10, 16, 2, 256), profile="nvfp4-g16", max_context=128, max_concurrency=2,
-        kv_capacity=ExplicitCapacity(256), backend=DraftFullBackend(KVGeometry(1, 32, 8, 128)),
-    )  # fmt: skip
+    config = StoreConfig(KVGeometry(10, 16, 2, 256), profile="nvfp4-g16", max_context=128, max_concurrency=2,
+                         kv_capacity=ExplicitCapacity(256), backend=DraftFullBackend(KVGeometry(1, 32, 8, 128)))
 
     assert config.pools[1].page_bytes == 262_144

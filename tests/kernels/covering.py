@@ -51,9 +51,7 @@ def pairwise_covering(
     while missing:
         while draw_order[-1] not in missing:
             draw_order.pop()
-        candidates = [
-            case for _ in range(CANDIDATES) if (case := _grow(axes, is_legal, draw_order[-1], missing, draw))
-        ]
+        candidates = [case for _ in range(CANDIDATES) if (case := _grow(axes, is_legal, draw_order[-1], missing, draw))]
         assert candidates, f"no legal case holds {sorted(draw_order[-1], key=str)}"
         best = max(candidates, key=lambda case: sum(pair in missing for pair in pairs_of(case)))
         for pair in pairs_of(best):

@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pagedkv.devices.cpu.compiler import Compiler
 from pagedkv.devices.cpu.device import CpuDevice
-from pagedkv.devices.cpu.kernels import CpuKernel
-from pagedkv.devices.protocol import ModuleSpec
+from pagedkv.devices.device import BaseDevice
+from pagedkv.devices.kernels import BaseKernel
+from pagedkv.devices.protocol import ModuleSpec, Stream
 
 ORDERS = ("ascending", "descending", "random")
+ADD = r"""
+extern "C" __global__ void add(const float* a, float* out, int n, float bias) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = a[i] + bias;
+}
+"""
 
 
 @contextmanager
-def cpu_device(
-    order: str = "ascending",
-    *,
-    seed: int = 0,
-    threads: int | None = 1,
-    checks: str = "",
-    compiler: Compiler | None = None,
-    spin_seconds: float = 10.0,
-) -> Iterator[CpuDevice]:
+def cpu_device(order: str = "ascending", *, threads: int | None = 1, **options: Any) -> Iterator[CpuDevice]:
     """Open a quiet device and close it, canaries checked."""
-    device = CpuDevice(
-        order=order,
-        seed=seed,
-        threads=threads,
-        checks=checks,
-        compiler=compiler,
-        announce=lambda line: None,
-        spin_seconds=spin_seconds,
-    )
+    device = CpuDevice(order=order, threads=threads, announce=lambda line: None, **options)
     try:
         yield device
     finally:
         device.close()
 
 
-def kernel(device: CpuDevice, name: str, text: str) -> CpuKernel:
+def kernel(device: BaseDevice, name: str, text: str) -> BaseKernel:
     """Compile a text that defines one kernel, and give it."""
     return device.load(ModuleSpec(f"test_{name}", text=text, kernels=(name,))).kernel(name)
 
 
-def launch(device: CpuDevice, name: str, text: str, grid: int, block: int, arguments: Sequence[Any] = ()) -> None:
+def captured(device: BaseDevice, stream: Stream, *work: Callable[[], object]) -> Any:
+    """Record what each function submits on a stream."""
+    device.begin_capture(stream)
+    for submit in work:
+        submit()
+    return device.end_capture(stream)
+
+
+def launch(device: BaseDevice, name: str, text: str, grid: int, block: int, arguments: Sequence[Any] = ()) -> None:
     """Compile a text and run its kernel once on a stream of its own."""
     kernel(device, name, text).launch((grid, 1, 1), (block, 1, 1), arguments, device.stream())

@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from pagedkv.ops.ops import Ops
 from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, PROFILES, plane_schema
-from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table
+from tests.kernels.paged_cache import BF16_NAN, PagedCache, bf16_noise, scattered_table, to_device, to_host
 
 Results = dict[str, npt.NDArray[Any]]
 
-BF16_NAN = 0x7FC0
 
 
 def run_every_kernel(device: Any, profile: str, head_dim: int) -> Results:
@@ -37,18 +36,13 @@ def append_and_attend(device: Any, profile: str, head_dim: int) -> Results:
     for row, tokens in ((0, 515), (1, 70)):
         cache.fill(rng, row, tokens)
     q, k, v = (bf16_noise(rng, (3, 4, heads, head_dim)) for heads in (6, 2, 2))
-    results["out"], lse = cache.attend(
-        q, [515, 62, 0], [0, 1, 2], route="decode", new_rows=(k, v), valid_columns=[4, 2, 1], with_lse=True
-    )
-    assert lse is not None
-    results["lse"] = lse
+    results["out"], results["lse"] = cache.attend(q, [515, 62, 0], [0, 1, 2], route="decode", new_rows=(k, v),
+                                                  valid_columns=[4, 2, 1])
     k[0, 1], v[2, 0] = BF16_NAN, BF16_NAN
     cache.ops.append_prefix(cache.view, cache.put(k), cache.put(v), cache.ints([513, 60, 1]), cache.ints([3, 0, 4]),
                             cache.ints([0, -1, 2]), stream=cache.stream)  # fmt: skip
     q = bf16_noise(rng, (1, 9, 6, head_dim))
-    results["prefill"], lse = cache.attend(q, [507], [0], route="prefill", with_lse=True)
-    assert lse is not None
-    results["prefill lse"] = lse
+    results["prefill"], results["prefill lse"] = cache.attend(q, [507], [0], route="prefill")
     return {**results, **cache.host_planes()}
 
 
@@ -72,16 +66,13 @@ def encode_rows(device: Any, profile: str, head_dim: int) -> Results:
     rows[0], rows[1, 3], rows[2, 40], rows[3, :8] = 0.0, np.nan, np.inf, [0.25, -0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
     stream, results = device.stream(), {}
     row_bytes: dict[str, int] = {plane.role: plane.row_bytes for plane in plane_schema(profile, head_dim)}
-    source = device.empty(rows.shape, np.float32)
-    device.copy(source, rows, stream)
+    source = to_device(device, stream, rows)
     for kind in ("k", "v"):
         codes = device.empty((7, row_bytes[f"{kind}_code"]), np.uint8)
         scales = device.empty((7, row_bytes[f"{kind}_scale"]), np.uint8)
         Ops(device).encode_unrotated(profile, kind, source, codes, scales, stream=stream)
         for name, array in ((f"{kind} codes", codes), (f"{kind} scales", scales)):
-            results[name] = np.empty_like(array)
-            device.copy(results[name], array, stream)
-    stream.synchronize()
+            results[name] = to_host(device, stream, array)
     return results
 
 

@@ -6,29 +6,33 @@ them, so that one comparison of whole planes says both "the right bytes" and "no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.codecs import codecs
-from pagedkv.devices.protocol import Array, Device, Stream
+from pagedkv import codecs
+from pagedkv.devices.protocol import Array, Device, Graph, Stream
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
-from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.planes import PageOrder, plane_inventory
+from pagedkv.values.profiles import ROLES
 
 Bits = npt.NDArray[np.uint16]
+Rng = np.random.Generator
 Table = npt.NDArray[np.int32]
 HostPlanes = dict[str, npt.NDArray[Any]]
 
+BF16_NAN = 0x7FC0
 MARK_BF16 = 0x7FC1
 """What output buffers hold before a kernel writes them: a NaN that no kernel produces."""
 
 
-def scattered_table(rows: int, blocks: int, *, permutation: np.random.Generator | None = None) -> Table:
+def scattered_table(rows: int, blocks: int, *, permutation: Rng | None = None) -> Table:
     """Return a (rows, blocks) table of distinct odd page ids: 2p + 1, or a permutation of these."""
     ids = np.arange(rows * blocks, dtype=np.int32)
     if permutation is not None:
@@ -36,9 +40,14 @@ def scattered_table(rows: int, blocks: int, *, permutation: np.random.Generator 
     return (2 * ids + 1).reshape(rows, blocks)
 
 
-def bf16_noise(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> Bits:
+def bf16_noise(rng: Rng, shape: tuple[int, ...], scale: float = 1.0) -> Bits:
     """Return Gaussian BF16 values of the given root mean square, as bits."""
     return codecs.f32_to_bf16((rng.standard_normal(shape) * scale).astype(np.float32))
+
+
+def to_floats(bits: Bits) -> npt.NDArray[np.float32]:
+    """Return the numbers of BF16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 @dataclass
@@ -49,13 +58,12 @@ class PagedCache:
     ops: Ops
     stream: Stream
     view: PagedKVBatchLayerView
-    geometries: tuple[PlaneGeometry, ...]
     table: Table
 
     @classmethod
     def build(
         cls, device: Device, profile: str, *, head_dim: int = 64, kv_heads: int = 2, order: PageOrder = "page-major",
-        table: Table, rng: np.random.Generator | None, ops: Ops | None = None, max_context: int | None = None,
+        table: Table, rng: Rng | None, ops: Ops | None = None, max_context: int | None = None,
         allocate: Callable[..., Array] | None = None,
     ) -> PagedCache:
         """Make a cache with pages for every id of the table, and one more.
@@ -63,22 +71,20 @@ class PagedCache:
         Planes hold random bytes; without `rng` they are left as `allocate` gives them, by default unwritten.
         """
         stream = device.stream()
-        geometries = plane_inventory(
-            profile, layers=1, kv_heads=kv_heads, head_dim=head_dim, pages=max(int(table.max()), 0) + 2, order=order
-        )
+        pages = max(int(table.max()), 0) + 2
         planes: dict[str, Array] = {}
-        for geometry in geometries:
+        for geometry in plane_inventory(profile, layers=1, kv_heads=kv_heads, head_dim=head_dim, pages=pages,
+                                        order=order):
             planes[geometry.role] = (allocate or device.empty)(geometry.shape, geometry.dtype)
             if rng is not None:
                 noise = rng.integers(0, 256, geometry.span_bytes, dtype=np.uint8)
                 device.copy(planes[geometry.role], noise.view(geometry.dtype).reshape(geometry.shape), stream)
+        k, v, k_scale, v_scale = (planes.get(role) for role in ROLES)
         view = PagedKVBatchLayerView(
-            k_pages=planes["k_code"], v_pages=planes["v_code"], k_scales=planes.get("k_scale"),
-            v_scales=planes.get("v_scale"), block_table=to_device(device, stream, table), head_dim=head_dim,
-            kv_heads=kv_heads, profile=profile, order=order,  # type: ignore[arg-type]
-            max_context=max_context or 64 * table.shape[1],
+            k, v, k_scale, v_scale, to_device(device, stream, table), head_dim, kv_heads,
+            profile, order, max_context or 64 * table.shape[1],  # type: ignore[arg-type]
         )  # fmt: skip
-        return cls(device, ops or Ops(device), stream, view, geometries, table)
+        return cls(device, ops or Ops(device), stream, view, table)
 
     def put(self, array: npt.NDArray[Any]) -> Array:
         """Copy a host array to the device."""
@@ -86,20 +92,31 @@ class PagedCache:
 
     def get(self, array: Array) -> npt.NDArray[Any]:
         """Copy a device array to the host, after everything on the stream."""
-        host = np.empty(array.shape, array.dtype)
-        self.device.copy(host, array, self.stream)
-        self.stream.synchronize()
-        return host
+        return to_host(self.device, self.stream, array)
 
     def ints(self, values: list[int]) -> Array:
         """Return a device array of int32 selectors."""
         return self.put(np.array(values, np.int32))
 
+    def set(self, array: Array, values: Any) -> None:
+        """Copy numbers over a device array of selectors, or a host array over one of its shape."""
+        self.device.copy(array, np.asarray(values, array.dtype), self.stream)
+
+    def capture(self, op: Callable[..., None], *arguments: Any, **keywords: Any) -> Graph:
+        """Record one call of an op with this cache's view."""
+        self.device.begin_capture(self.stream)
+        op(self.view, *arguments, **keywords, stream=self.stream)
+        return self.device.end_capture(self.stream)
+
     def host_planes(self) -> HostPlanes:
         """Copy every plane to the host, by role."""
-        planes = (self.view.k_pages, self.view.v_pages, self.view.k_scales, self.view.v_scales)
-        roles = ("k_code", "v_code", "k_scale", "v_scale")
-        return {role: self.get(plane) for role, plane in zip(roles, planes, strict=True) if plane is not None}
+        return {geometry.role: self.get(plane) for plane, geometry in self.view.planes}
+
+    def overwrite(self, byte: int) -> None:
+        """Fill every plane with one byte; 0xFF is NaN in each format that has one."""
+        for plane, geometry in self.view.planes:
+            content = np.full(geometry.span_bytes, byte, np.uint8)
+            self.device.copy(plane, content.view(geometry.dtype).reshape(geometry.shape), self.stream)
 
     def append(
         self, k: Bits, v: Bits, first_positions: list[int], table_rows: list[int],
@@ -110,10 +127,10 @@ class PagedCache:
         self.ops.append(self.view, self.put(k), self.put(v), self.ints(first_positions), self.ints(table_rows),
                         valid_columns=valid, stream=self.stream)  # fmt: skip
 
-    def fill(self, rng: np.random.Generator, row: int, tokens: int, scale: float = 1.0) -> None:
+    def fill(self, rng: Rng, row: int, tokens: int, scale: float = 1.0) -> None:
         """Append noise at positions [0, tokens) of a table row."""
         if tokens:
-            shape = (1, tokens, self.view.kv_heads, self.view.head_dim)
+            shape = (1, tokens, self.view.num_kv_heads, self.view.head_dim)
             self.append(bf16_noise(rng, shape, scale), bf16_noise(rng, shape, scale), [0], [row])
 
     def with_rows(
@@ -124,7 +141,7 @@ class PagedCache:
         expected = {role: plane.copy() for role, plane in planes.items()}
         head_dim = self.view.head_dim
         for kind, rows in (("k", k), ("v", v)):
-            code, scale = codecs.encode(self.view.profile, kind, rows.reshape(-1, head_dim))  # type: ignore[arg-type]
+            code, scale = codecs.encode(self.view.storage, kind, rows.reshape(-1, head_dim))  # type: ignore[arg-type]
             for role, encoded in ((f"{kind}_code", code), (f"{kind}_scale", scale)):
                 if encoded is None:
                     continue
@@ -134,7 +151,7 @@ class PagedCache:
                     for column in range(live):
                         position = first_positions[entry] + column
                         page = self.table[table_rows[entry], position // 64]
-                        for head in range(self.view.kv_heads):
+                        for head in range(self.view.num_kv_heads):
                             place = (page, head) if self.view.order == "page-major" else (head, page)
                             target[(*place, position % 64)] = values[entry, column, head]
         return expected
@@ -142,28 +159,27 @@ class PagedCache:
     def attend(
         self, q: Bits, first_positions: list[int], table_rows: list[int], *, route: Route,
         new_rows: tuple[Bits, Bits] | None = None, valid_columns: list[int] | None = None, scale: float | None = None,
-        with_lse: bool = False,
-    ) -> tuple[Bits, npt.NDArray[np.float32] | None]:
+    ) -> tuple[Bits, npt.NDArray[np.float32]]:
         """Run causal attention of host queries (B, W, Hq, D); `new_rows` (k, v) are appended first."""
-        out = self.put(np.full(q.shape, MARK_BF16, np.uint16))
-        lse = self.put(np.full(q.shape[:3], np.float32(np.nan))) if with_lse else None
-        batch, width, query_heads, head_dim = q.shape
-        shape = AttentionShape(route, batch, width, query_heads, self.view.kv_heads, head_dim, self.view.max_context)
-        needed = workspace_bytes(shape)
-        workspace = self.device.empty((needed,), np.uint8) if needed else None
+        out, lse = self.put(np.full(q.shape, MARK_BF16, np.uint16)), self.put(np.full(q.shape[:3], np.float32(np.nan)))
+        workspace = self.workspace(route, q)
         selectors = (self.ints(first_positions), self.ints(table_rows))
         valid = None if valid_columns is None else self.ints(valid_columns)
         if new_rows is None:
-            self.ops.causal_attention_cached(
-                self.view, self.put(q), out, *selectors, route=route, valid_columns=valid, scale=scale, lse=lse,
-                workspace=workspace, stream=self.stream,
-            )  # fmt: skip
+            self.ops.causal_attention_cached(self.view, self.put(q), out, *selectors, route=route, valid_columns=valid,
+                                             scale=scale, lse=lse, workspace=workspace, stream=self.stream)
         else:
-            self.ops.causal_attention(
-                self.view, self.put(q), self.put(new_rows[0]), self.put(new_rows[1]), out, *selectors, route=route,
-                valid_columns=valid, scale=scale, lse=lse, workspace=workspace, stream=self.stream,
-            )  # fmt: skip
-        return self.get(out), None if lse is None else self.get(lse)
+            self.ops.causal_attention(self.view, self.put(q), self.put(new_rows[0]), self.put(new_rows[1]), out,
+                                      *selectors, route=route, valid_columns=valid, scale=scale, lse=lse,
+                                      workspace=workspace, stream=self.stream)
+        return self.get(out), self.get(lse)
+
+    def workspace(self, route: Route, q: Bits) -> Array | None:
+        """Return a workspace of exactly the bytes that a call with these queries needs; None for 0."""
+        batch, width, heads, head_dim = q.shape
+        shape = AttentionShape(route, batch, width, heads, self.view.num_kv_heads, head_dim, self.view.max_context)
+        needed = workspace_bytes(shape)
+        return self.device.empty((needed,), np.uint8) if needed else None
 
     def attend_context(
         self, q: Bits, k: Bits, v: Bits, context_lengths: list[int], table_rows: list[int], *,
@@ -171,15 +187,17 @@ class PagedCache:
     ) -> tuple[Bits, npt.NDArray[np.float32]]:
         """Run context attention of host queries (B, W, Hq, D) and temporary rows (B, W, Hkv, D); give out and lse."""
         out, lse = self.put(np.full(q.shape, MARK_BF16, np.uint16)), self.put(np.full(q.shape[:3], np.float32(np.nan)))
-        batch, width, query_heads, head_dim = q.shape
-        shape = AttentionShape("decode", batch, width, query_heads, self.view.kv_heads, head_dim, self.view.max_context)
-        needed = workspace_bytes(shape)
-        self.ops.context_attention(
-            self.view, self.put(q), self.put(k), self.put(v), out, self.ints(context_lengths), self.ints(table_rows),
-            valid_columns=None if valid_columns is None else self.ints(valid_columns), scale=scale, lse=lse,
-            workspace=self.device.empty((needed,), np.uint8) if needed else None, stream=self.stream,
-        )  # fmt: skip
+        self.ops.context_attention(self.view, self.put(q), self.put(k), self.put(v), out, self.ints(context_lengths),
+                                   self.ints(table_rows),
+                                   valid_columns=None if valid_columns is None else self.ints(valid_columns),
+                                   scale=scale, lse=lse, workspace=self.workspace("decode", q), stream=self.stream)
         return self.get(out), self.get(lse)
+
+
+def kill_columns(arrays: Iterable[Bits], live: Iterable[int]) -> None:
+    """Make the columns of batch entry b from live[b] on NaN."""
+    for array, (entry, count) in itertools.product(list(arrays), list(enumerate(live))):
+        array[entry, count:] = BF16_NAN
 
 
 def to_device(device: Device, stream: Stream, array: npt.NDArray[Any]) -> Array:
@@ -187,6 +205,14 @@ def to_device(device: Device, stream: Stream, array: npt.NDArray[Any]) -> Array:
     target = device.empty(array.shape, array.dtype)
     device.copy(target, np.ascontiguousarray(array), stream)
     return target
+
+
+def to_host(device: Device, stream: Stream, array: Array) -> npt.NDArray[Any]:
+    """Copy a device array to the host, after everything on the stream."""
+    host = np.empty(array.shape, array.dtype)
+    device.copy(host, array, stream)
+    stream.synchronize()
+    return host
 
 
 def assert_same_planes(expected: HostPlanes, found: HostPlanes) -> None:

@@ -14,20 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.codecs import codecs
+from pagedkv import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16
 from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
 from tests.kernels.covering import Case, Choice, legal_pairs, pairs_of, pairwise_covering
-from tests.kernels.paged_cache import Bits, PagedCache, bf16_noise, scattered_table
-from tests.kernels.test_causal_attention import check_against_oracle
-from tests.oracle.attention_oracle import CRITERIA, StoredRows, attend, bf16_values, stored_rows
+from tests.kernels.criterion import check_causal, rows_of
+from tests.kernels.paged_cache import BF16_NAN, Bits, PagedCache, Rng, bf16_noise, scattered_table
+from tests.oracle.attention_oracle import CRITERIA, StoredRows, attend, bf16_values
 
 CONTEXTS = (0, 1, 31, 32, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 8191, 8192)
 AXES: dict[str, tuple[Any, ...]] = {
     "variant": tuple(
-        (profile.name, head_dim)
-        for profile in PROFILES.values()
+        (profile.name, head_dim) for profile in PROFILES.values()
         for head_dim in (HEAD_DIMS_QUANTIZED if profile.is_quantized else SHIPPED_HEAD_DIMS_BF16)
     ),
     "group_size": (1, 2, 3, 4, 5, 6, 7, 8, 12, 16),
@@ -41,7 +40,6 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 QUICK_WORK = 8_000_000
 """Scores times head_dim that a case of the quick run may ask for, unless it stands for a value of its own."""
-BF16_NAN = 0x7FC0
 
 
 def is_legal(first: Choice, second: Choice) -> bool:
@@ -98,23 +96,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ])  # fmt: skip
 
 
-def draw_rows(rng: np.random.Generator, inputs: str, shape: tuple[int, ...]) -> Bits:
+def draw_rows(rng: Rng, inputs: str, shape: tuple[int, ...]) -> Bits:
     """Return one of the three input sets of codecs 7."""
     if inputs == "narrow":
         return codecs.f32_to_bf16(rng.uniform(-0.25, 0.25, shape).astype(np.float32))
     return bf16_noise(rng, shape, 1.8 if inputs == "loud" else 1.0)
 
 
-def test_a_case_of_the_covering_meets_the_criterion(device: Device, rng: np.random.Generator, case: Case) -> None:
+def test_a_case_of_the_covering_meets_the_criterion(device: Device, rng: Rng, case: Case) -> None:
     """C14.5, codecs 7: relL2, gross error and no non-finite value; dead columns are exact +0."""
     values: dict[str, Any] = case
     (profile, head_dim), context, width = values["variant"], values["context"], values["width"]
     kv_heads, inputs = kv_heads_of(case), values["inputs"]
     blocks = -(-(context + width) // 64)
-    cache = PagedCache.build(
-        device, profile, head_dim=head_dim, kv_heads=kv_heads, order=values["order"],
-        table=scattered_table(1, blocks, permutation=rng), rng=rng,
-    )  # fmt: skip
+    cache = PagedCache.build(device, profile, head_dim=head_dim, kv_heads=kv_heads, order=values["order"],
+                             table=scattered_table(1, blocks, permutation=rng), rng=rng)
     k, v = (draw_rows(rng, inputs, (1, context + width, kv_heads, head_dim)) for _ in "kv")
     batch = 2 if values["columns"] == "masked" and values["route"] == "decode" else 1
     q = draw_rows(rng, inputs, (batch, width, kv_heads * values["group_size"], head_dim))
@@ -128,26 +124,26 @@ def test_a_case_of_the_covering_meets_the_criterion(device: Device, rng: np.rand
     if values["writer"] == "append":
         new_rows = (np.repeat(k[:, context:], batch, axis=0), np.repeat(v[:, context:], batch, axis=0))
     valid = None if values["columns"] == "dense" else [live, width][:batch]
-    out, _ = cache.attend(q, [context] * batch, [0, -1][:batch], route=values["route"], new_rows=new_rows,
+    out, lse = cache.attend(q, [context] * batch, [0, -1][:batch], route=values["route"], new_rows=new_rows,
                           valid_columns=valid)  # fmt: skip
 
-    check_against_oracle(cache, q[0, :live], out[0, :live], None, position=context)
+    check_causal(cache, q[0, :live], out[0, :live], lse[0, :live], position=context)
     assert not out[0, live:].any()
     assert not out[1:].any()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("profile", PROFILES)
-def test_long_contexts_meet_the_criterion(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_long_contexts_meet_the_criterion(device: Device, rng: Rng, profile: str) -> None:
     """codecs 7: 40,000 keys, 26 key groups, both routes; the two agree bit for bit."""
     cache = PagedCache.build(device, profile, kv_heads=1, table=scattered_table(1, 626, permutation=rng), rng=rng)
     cache.fill(rng, 0, 40_000)
     q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (3, 1, 1))
 
-    out, lse = cache.attend(q, [40_000], [0], route="decode", new_rows=(k, v), with_lse=True)
+    out, lse = cache.attend(q, [40_000], [0], route="decode", new_rows=(k, v))
     prefilled, _ = cache.attend(q, [40_000], [0], route="prefill")
 
-    check_against_oracle(cache, q[0], out[0], None if lse is None else lse[0], position=40_000)
+    check_causal(cache, q[0], out[0], lse[0], position=40_000)
     np.testing.assert_array_equal(out, prefilled)
 
 
@@ -175,7 +171,7 @@ def test_equal_seeds_give_equal_coverings() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_criterion_sees_a_five_percent_error_in_k(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_the_criterion_sees_a_five_percent_error_in_k(device: Device, rng: Rng, profile: str) -> None:
     """codecs 7: with unit-RMS inputs; the narrow set would hide it, which is why it is not the only one."""
     errors = {}
     for inputs in ("unit", "narrow"):
@@ -184,8 +180,7 @@ def test_the_criterion_sees_a_five_percent_error_in_k(device: Device, rng: np.ra
         cache.append(k, v, [0], [0])
         q = draw_rows(rng, inputs, (1, 1, 8, 64))
         out, _ = cache.attend(q, [149], [0], route="decode")
-        rows = stored_rows(profile, cache.host_planes(), order="page-major", pages=cache.table[0].tolist(), tokens=150,
-                           kv_heads=2, head_dim=64)  # fmt: skip
+        rows = rows_of(cache, 0, 150)
         reference, _ = attend(profile, q[0], StoredRows(rows.k * 1.05, rows.v), positions=[149], scale=64**-0.5)
         errors[inputs] = float(np.linalg.norm(bf16_values(out[0]) - reference) / np.linalg.norm(reference))
         if inputs == "unit":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from pagedkv.devices.protocol import Device
@@ -14,10 +11,17 @@ from pagedkv.ops.modules import context_module, shipped_modules
 from pagedkv.ops.ops import Ops
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.planes import PageOrder
-from tests.kernels.paged_cache import Bits, PagedCache, Table, assert_same_planes, bf16_noise, scattered_table
-from tests.oracle.attention_oracle import CONTEXT_CRITERION, attend_context, stored_rows
-
-BF16_NAN = 0x7FC0
+from tests.kernels.criterion import check_block, check_context, draft_block, draft_cache
+from tests.kernels.paged_cache import (
+    BF16_NAN,
+    PagedCache,
+    Rng,
+    Table,
+    assert_same_planes,
+    bf16_noise,
+    kill_columns,
+    scattered_table,
+)
 
 
 def long_table(blocks: int, used: int) -> Table:
@@ -27,83 +31,25 @@ def long_table(blocks: int, used: int) -> Table:
     return table
 
 
-def draft_cache(
-    device: Device, table: Table, rng: np.random.Generator, *, head_dim: int = 64, kv_heads: int = 2,
-    max_context: int | None = None,
-) -> PagedCache:
-    """A head-major BF16 cache of random bytes."""
-    return PagedCache.build(device, "bf16", head_dim=head_dim, kv_heads=kv_heads, order="head-major", table=table,
-                            rng=rng, max_context=max_context)  # fmt: skip
-
-
-def block(
-    rng: np.random.Generator, cache: PagedCache, *, batch: int = 1, width: int, group_size: int = 4, scale: float = 1.0
-) -> tuple[Bits, Bits, Bits]:
-    """Queries and temporary rows of one draft block."""
-    kv_heads, head_dim = cache.view.kv_heads, cache.view.head_dim
-    q = bf16_noise(rng, (batch, width, kv_heads * group_size, head_dim), scale)
-    k, v = (bf16_noise(rng, (batch, width, kv_heads, head_dim), scale) for _ in "kv")
-    return q, k, v
-
-
-def check_against_oracle(
-    cache: PagedCache, inputs: tuple[Bits, Bits, Bits], found: tuple[Bits, npt.NDArray[np.float32]], *, context: int,
-    entry: int = 0, row: int = 0, live: int | None = None, scale: float | None = None,
-) -> None:
-    """Compare the live columns of one batch entry with FP64 attention over the paged context and the live rows."""
-    view = cache.view
-    q, k, v = (array[entry, :live] for array in inputs)
-    stored = None
-    if context:
-        stored = stored_rows("bf16", cache.host_planes(), order="head-major", pages=cache.table[row].tolist(),
-                             tokens=context, kv_heads=view.kv_heads, head_dim=view.head_dim)  # fmt: skip
-    factor = view.head_dim**-0.5 if scale is None else scale
-    reference, reference_lse = attend_context(q, stored, k, v, scale=factor)
-    np.testing.assert_allclose(found[1][entry, :live], reference_lse, rtol=2e-6, atol=2e-6)
-    CONTEXT_CRITERION.assert_met(found[0][entry, :live], reference)
-
-
 # ---- the criterion -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("context", [0, 1, 31, 32, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_draft_block_meets_the_criterion(
-    device: Device, rng: np.random.Generator, head_dim: int, context: int
-) -> None:
+def test_a_draft_block_meets_the_criterion(device: Device, rng: Rng, head_dim: int, context: int) -> None:
     """codecs 7: contexts around pages, W = 5, group 4, unit RMS."""
-    cache = draft_cache(device, scattered_table(2, 3, permutation=rng), rng, head_dim=head_dim)
-    cache.fill(rng, 1, context)
-    inputs = block(rng, cache, width=5)
-
-    found = cache.attend_context(*inputs, [context], [1])
-
-    check_against_oracle(cache, inputs, found, context=context, row=1)
+    check_block(device, rng, scattered_table(2, 3, permutation=rng), context=context, width=5, head_dim=head_dim, row=1)
 
 
 @pytest.mark.parametrize("width", range(1, 17))
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_width_meets_the_criterion(device: Device, rng: np.random.Generator, head_dim: int, width: int) -> None:
+def test_every_width_meets_the_criterion(device: Device, rng: Rng, head_dim: int, width: int) -> None:
     """C14.4: W 1 to 16, whose rows fill whole tiles and parts of tiles."""
-    cache = draft_cache(device, scattered_table(1, 2), rng, head_dim=head_dim)
-    cache.fill(rng, 0, 70)
-    inputs = block(rng, cache, width=width, group_size=3)
-
-    found = cache.attend_context(*inputs, [70], [0])
-
-    check_against_oracle(cache, inputs, found, context=70)
+    check_block(device, rng, scattered_table(1, 2), context=70, width=width, group_size=3, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("group_size", [1, 4, 6, 8, 16])
-def test_every_group_size_reads_its_own_kv_head(device: Device, rng: np.random.Generator, group_size: int) -> None:
+def test_every_group_size_reads_its_own_kv_head(device: Device, rng: Rng, group_size: int) -> None:
     """C4.5: query head h reads KV head h // (Hq / Hkv), in the cache and in the temporary rows."""
-    cache = draft_cache(device, scattered_table(1, 2), rng, kv_heads=3)
-    cache.fill(rng, 0, 66)
-    inputs = block(rng, cache, width=3, group_size=group_size)
-
-    found = cache.attend_context(*inputs, [66], [0])
-
-    check_against_oracle(cache, inputs, found, context=66)
+    check_block(device, rng, scattered_table(1, 2), context=66, width=3, group_size=group_size, kv_heads=3)
 
 
 @pytest.mark.parametrize(("width", "context", "max_context"), [
@@ -111,58 +57,31 @@ def test_every_group_size_reads_its_own_kv_head(device: Device, rng: np.random.G
     (1, 4096, 4096),
 ])  # fmt: skip
 def test_a_plan_for_longer_contexts_meets_the_criterion(
-    device: Device, rng: np.random.Generator, width: int, context: int, max_context: int
+    device: Device, rng: Rng, width: int, context: int, max_context: int
 ) -> None:
-    """C15.3: (T, L) with an envelope beyond; the launch is sized for it, and entries behind L are not read."""
+    """C14.4, C15.3: the launch is sized for the envelope; entries behind L are not read, and none where L is 0."""
     table = long_table(-(-max_context // 64), -(-context // 64))
-    cache = draft_cache(device, table, rng, head_dim=128, max_context=max_context)
-    cache.fill(rng, 0, context)
-    inputs = block(rng, cache, width=width)
-
-    found = cache.attend_context(*inputs, [context], [0])
-
-    check_against_oracle(cache, inputs, found, context=context)
+    check_block(device, rng, table, context=context, width=width, head_dim=128, max_context=max_context)
 
 
 @pytest.mark.parametrize("context", [0, 1, 511, 512, 513, 1023, 1024, 1025, 4095, 4096, 4097, 8191, 8192])
-def test_contexts_of_several_key_groups_meet_the_criterion(
-    device: Device, rng: np.random.Generator, context: int
-) -> None:
+def test_contexts_of_several_key_groups_meet_the_criterion(device: Device, rng: Rng, context: int) -> None:
     """C14.6: around the ends of key groups, where the merge folds them and then the temporary rows."""
-    cache = draft_cache(device, long_table(129, -(-context // 64)), rng, kv_heads=1)
-    cache.fill(rng, 0, context)
-    inputs = block(rng, cache, width=4, group_size=3)
-
-    found = cache.attend_context(*inputs, [context], [0])
-
-    check_against_oracle(cache, inputs, found, context=context)
+    table = long_table(129, -(-context // 64))
+    check_block(device, rng, table, context=context, width=4, group_size=3, kv_heads=1)
 
 
-@pytest.mark.parametrize(("scale", "width"), [(0.25, 5), (1.8, 16)])
+@pytest.mark.parametrize(("rms", "width"), [(0.25, 5), (1.8, 16)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_other_input_ranges_meet_the_criterion(
-    device: Device, rng: np.random.Generator, head_dim: int, scale: float, width: int
-) -> None:
+def test_other_input_ranges_meet_the_criterion(device: Device, rng: Rng, head_dim: int, rms: float, width: int) -> None:
     """codecs 7: the narrow set, and RMS 1.8 at W = 16."""
-    cache = draft_cache(device, scattered_table(1, 3), rng, head_dim=head_dim)
-    cache.fill(rng, 0, 100, scale)
-    inputs = block(rng, cache, width=width, scale=scale)
-
-    found = cache.attend_context(*inputs, [100], [0])
-
-    check_against_oracle(cache, inputs, found, context=100)
+    check_block(device, rng, scattered_table(1, 3), context=100, width=width, head_dim=head_dim, rms=rms)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.03, 1.0, -0.125])
-def test_the_scale_multiplies_the_scores(device: Device, rng: np.random.Generator, scale: float) -> None:
+def test_the_scale_multiplies_the_scores(device: Device, rng: Rng, scale: float) -> None:
     """C14.4: any finite scale; zero makes the softmax uniform over context and temporary rows."""
-    cache = draft_cache(device, scattered_table(1, 2), rng)
-    cache.fill(rng, 0, 80)
-    inputs = block(rng, cache, width=3)
-
-    found = cache.attend_context(*inputs, [80], [0], scale=scale)
-
-    check_against_oracle(cache, inputs, found, context=80, scale=scale)
+    check_block(device, rng, scattered_table(1, 2), context=80, width=3, scale=scale)
 
 
 @pytest.mark.parametrize(("context_score", "own_score"), [(100.0, -100.0), (-100.0, 100.0), (-90.0, -90.0)])
@@ -177,15 +96,15 @@ def test_far_apart_scores_keep_their_softmax(device: Device, context_score: floa
         rows[..., 0] = np.array(score, np.float32).view(np.uint32) >> 16
     cache.append(context_rows, bf16_noise(rng, (1, 600, 1, 64)), [0], [0])
 
-    found = cache.attend_context(q, k, v, [600], [0], scale=1.0)
+    out, lse = cache.attend_context(q, k, v, [600], [0], scale=1.0)
 
-    check_against_oracle(cache, (q, k, v), found, context=600, scale=1.0)
+    check_context(cache, (q, k, v), out, lse, context=600, scale=1.0)
 
 
-def test_one_column_without_context_gives_its_own_value(device: Device, rng: np.random.Generator) -> None:
+def test_one_column_without_context_gives_its_own_value(device: Device, rng: Rng) -> None:
     """C14.4: its only key is itself."""
     cache = draft_cache(device, scattered_table(1, 1), rng)
-    q, k, v = block(rng, cache, width=1)
+    q, k, v = draft_block(rng, cache, width=1)
 
     out, _ = cache.attend_context(q, k, v, [0], [0])
 
@@ -193,15 +112,13 @@ def test_one_column_without_context_gives_its_own_value(device: Device, rng: np.
 
 
 # ---- visibility ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [1, 2], ids=["k", "v"])
-def test_the_last_column_changes_every_output(device: Device, rng: np.random.Generator, kind: int) -> None:
+def test_the_last_column_changes_every_output(device: Device, rng: Rng, kind: int) -> None:
     """C14.4: non-causal: an earlier column sees later ones, and only those of its own row."""
     cache = draft_cache(device, scattered_table(2, 2), rng)
     for row in range(2):
         cache.fill(rng, row, 65)
-    inputs = block(rng, cache, batch=2, width=6)
+    inputs = draft_block(rng, cache, batch=2, width=6)
     before, _ = cache.attend_context(*inputs, [65, 65], [0, 1])
     inputs[kind][0, 5] ^= 0x8000
 
@@ -212,16 +129,14 @@ def test_the_last_column_changes_every_output(device: Device, rng: np.random.Gen
 
 
 @pytest.mark.deferred
-def test_inert_columns_are_zero_and_not_read(device: Device, rng: np.random.Generator) -> None:
+def test_inert_columns_are_zero_and_not_read(device: Device, rng: Rng) -> None:
     """C14.4: valid columns 0, 7, 16 of 16: exact +0, lse -infinity, NaN inputs harmless, no cache byte changes."""
     cache = draft_cache(device, scattered_table(3, 3), rng)
     contexts, rows, valid = [60, 0, 130], [-1, 2, 0], [0, 7, 16]
     cache.fill(rng, 0, 130)
     before = cache.host_planes()
-    inputs = block(rng, cache, batch=3, width=16)
-    for array in inputs:
-        for entry, count in enumerate(valid):
-            array[entry, count:] = BF16_NAN
+    inputs = draft_block(rng, cache, batch=3, width=16)
+    kill_columns(inputs, valid)
 
     out, lse = cache.attend_context(*inputs, contexts, rows, valid_columns=valid)
 
@@ -230,14 +145,13 @@ def test_inert_columns_are_zero_and_not_read(device: Device, rng: np.random.Gene
         assert not out[entry, count:].any(), "inert columns are exact +0"
         assert np.isneginf(lse[entry, count:]).all()
         if count:
-            check_against_oracle(cache, inputs, (out, lse), context=contexts[entry], entry=entry, row=rows[entry],
-                                 live=count)  # fmt: skip
+            check_context(cache, inputs, out, lse, context=contexts[entry], entry=entry, row=rows[entry], live=count)
 
 
-def test_an_entry_without_a_table_row_is_inert(device: Device, rng: np.random.Generator) -> None:
+def test_an_entry_without_a_table_row_is_inert(device: Device, rng: Rng) -> None:
     """C14.4: row -1 gives exact +0, whatever columns and lengths say."""
     cache = draft_cache(device, scattered_table(2, 10), rng)
-    inputs = block(rng, cache, width=3)
+    inputs = draft_block(rng, cache, width=3)
 
     out, lse = cache.attend_context(*inputs, [600], [-1])
 
@@ -245,44 +159,27 @@ def test_an_entry_without_a_table_row_is_inert(device: Device, rng: np.random.Ge
     assert np.isneginf(lse).all()
 
 
-@pytest.mark.parametrize("context", [0, 64, 512])
-def test_no_table_entry_behind_the_context_is_read(device: Device, rng: np.random.Generator, context: int) -> None:
-    """C14.4: with n_b = 0 the table is not read at all; else exactly ceil(n_b / 64) entries of it."""
-    cache = draft_cache(device, long_table(10, context // 64), rng)
-    cache.fill(rng, 0, context)
-    inputs = block(rng, cache, width=2)
-
-    found = cache.attend_context(*inputs, [context], [0])
-
-    check_against_oracle(cache, inputs, found, context=context)
-
-
 @pytest.mark.parametrize("context", [0, 1, 70, 128, 600])
-def test_stale_bytes_behind_the_frontier_have_no_effect(
-    device: Device, rng: np.random.Generator, context: int
-) -> None:
+def test_stale_bytes_behind_the_frontier_have_no_effect(device: Device, rng: Rng, context: int) -> None:
     """C9.6: NaN behind the last context position, in its page and in all others, changes no bit."""
     results = []
-    for stale in (0x0000, 0xFFFF):
+    for stale in (0x00, 0xFF):
         seeded = np.random.default_rng(7)
         cache = draft_cache(device, scattered_table(1, 11), rng)
-        for plane in (cache.view.k_pages, cache.view.v_pages):
-            device.copy(plane, np.full(plane.shape, stale, np.uint16), cache.stream)
+        cache.overwrite(stale)
         cache.fill(seeded, 0, context)
-        results.append(cache.attend_context(*block(seeded, cache, width=5), [context], [0])[0])
+        results.append(cache.attend_context(*draft_block(seeded, cache, width=5), [context], [0])[0])
 
     np.testing.assert_array_equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("where", ["context", "temporary"])
 @pytest.mark.parametrize("context", [70, 600])
-def test_nan_of_a_visible_key_reaches_every_output(
-    device: Device, rng: np.random.Generator, context: int, where: str
-) -> None:
+def test_nan_of_a_visible_key_reaches_every_output(device: Device, rng: Rng, context: int, where: str) -> None:
     """C14.5: nothing turns a NaN that is seen into a number; as the one NaN of arithmetic."""
     cache = draft_cache(device, scattered_table(1, 10), rng)
     cache.fill(rng, 0, context)
-    q, k, v = block(rng, cache, width=5)
+    q, k, v = draft_block(rng, cache, width=5)
     nan_row = np.full((1, 1, 2, 64), BF16_NAN, np.uint16)
     if where == "context":
         cache.append(nan_row, nan_row, [context - 3], [0])
@@ -294,47 +191,30 @@ def test_nan_of_a_visible_key_reaches_every_output(
     assert (out == 0x7FFF).all()
 
 
-def test_the_cache_is_only_read(device: Device, rng: np.random.Generator) -> None:
+def test_the_cache_is_only_read(device: Device, rng: Rng) -> None:
     """C14.4: no byte of any page changes, with one key group and with several."""
     cache = draft_cache(device, scattered_table(2, 10), rng)
     for row, tokens in ((0, 600), (1, 33)):
         cache.fill(rng, row, tokens)
     before = cache.host_planes()
 
-    cache.attend_context(*block(rng, cache, batch=2, width=16), [600, 33], [0, 1])
+    cache.attend_context(*draft_block(rng, cache, batch=2, width=16), [600, 33], [0, 1])
 
     assert_same_planes(before, cache.host_planes())
 
 
 @pytest.mark.deferred
-def test_rows_may_stand_in_any_order(device: Device, rng: np.random.Generator) -> None:
+def test_rows_may_stand_in_any_order(device: Device, rng: Rng) -> None:
     """C11.3: B = 2 with lengths 65 and 1 in table rows 1 and 0."""
     cache = draft_cache(device, scattered_table(2, 2), rng)
     cache.fill(rng, 1, 65)
     cache.fill(rng, 0, 1)
-    inputs = block(rng, cache, batch=2, width=4)
+    inputs = draft_block(rng, cache, batch=2, width=4)
 
-    found = cache.attend_context(*inputs, [65, 1], [1, 0])
+    out, lse = cache.attend_context(*inputs, [65, 1], [1, 0])
 
     for entry, (context, row) in enumerate(((65, 1), (1, 0))):
-        check_against_oracle(cache, inputs, found, context=context, entry=entry, row=row)
-
-
-def test_a_small_draft_pool_beside_a_large_target_keeps_to_its_pages(device: Device, rng: np.random.Generator) -> None:
-    """S9: 100 alternating steps over 16 target and 4 draft pages; a draft id of 4 or more would be another's memory."""
-    target = PagedCache.build(device, "bf16", table=rng.permutation(16).astype(np.int32).reshape(2, 8), rng=rng)
-    draft = draft_cache(device, np.array([[3, 0], [1, 2]], np.int32), rng)
-    k, v = (bf16_noise(rng, (2, 1, 2, 64)) for _ in "kv")
-    for step in range(100):
-        target.attend(bf16_noise(rng, (2, 1, 4, 64)), [4 * step, step], [0, 1], route="decode", new_rows=(k, v))
-        draft.append(k, v, [step, step // 2], [0, 1])
-        inputs = block(rng, draft, batch=2, width=2)
-
-        found = draft.attend_context(*inputs, [step + 1, step // 2 + 1], [0, 1])
-
-        if step % 9 == 0:
-            for row, context in enumerate((step + 1, step // 2 + 1)):
-                check_against_oracle(draft, inputs, found, context=context, entry=row, row=row)
+        check_context(cache, inputs, out, lse, context=context, entry=entry, row=row)
 
 
 @pytest.mark.eager_only  # the deferred device compares what a launch may write: 6 GB of mapped memory here
@@ -350,15 +230,13 @@ def test_pages_and_heads_behind_4_gib_are_addressed(device: Device) -> None:
                                  table=np.array([[*ids, pages - 2]], np.int32))  # fmt: skip
         assert cache.view.k_pages.nbytes > 2**32
         cache.fill(rng, 0, 100)
-        results.append(cache.attend_context(*block(rng, cache, width=2), [100], [0])[0])
+        results.append(cache.attend_context(*draft_block(rng, cache, width=2), [100], [0])[0])
         del cache
 
     np.testing.assert_array_equal(results[0], results[1])
 
 
 # ---- modules, workspace and refusals -------------------------------------------------------------------------------
-
-
 def test_context_modules_ship_and_others_are_refused() -> None:
     """C14.4: D 64 and 128, and no other."""
     assert {"context_d64", "context_d128"} <= {spec.name for spec in shipped_modules()}
@@ -376,94 +254,20 @@ def test_a_prepared_draft_pool_loads_nothing_under_capture(device: Device) -> No
     q, k, v, out = (device.zeros((1, 2, 2, 64), np.uint16) for _ in range(4))
     selectors = (cache.ints([0]), cache.ints([0]))
     workspace = device.empty((workspace_bytes(AttentionShape("decode", 1, 2, 2, 2, 64, 640)),), np.uint8)
-    stream = device.stream()
 
-    device.begin_capture(stream)
-    ops.context_attention(cache.view, q, k, v, out, *selectors, workspace=workspace, stream=stream)
-    graph = device.end_capture(stream)
+    graph = cache.capture(ops.context_attention, q, k, v, out, *selectors, workspace=workspace)
 
     assert [node.name for node in graph.nodes] == ["context_attention", "context_attention_merge"]
-
-
-@pytest.mark.parametrize(("wrong", "named"), [
-    ({"q": np.zeros((1, 2, 4, 64), np.float32)}, "q was refused"),
-    ({"q": np.zeros((1, 2, 5, 64), np.uint16), "out": np.zeros((1, 2, 5, 64), np.uint16)}, "head geometry"),
-    ({"q": np.zeros((1, 17, 4, 64), np.uint16), "out": np.zeros((1, 17, 4, 64), np.uint16)}, "W of route decode"),
-    ({"out": np.zeros((1, 1, 4, 64), np.uint16)}, "out was refused"),
-    ({"k": np.zeros((1, 2, 4, 64), np.uint16)}, "k was refused"),
-    ({"v": np.zeros((2, 2, 2, 64), np.uint16)}, "v was refused"),
-    ({"v": np.zeros((1, 2, 2, 64), np.int16)}, "v was refused"),
-    ({"context_lengths": np.zeros(1, np.int64)}, "context_lengths was refused"),
-    ({"table_rows": np.zeros(2, np.int32)}, "table_rows was refused"),
-    ({"valid_columns": np.zeros(1, np.int64)}, "valid_columns was refused"),
-    ({"lse": np.zeros((1, 2, 4), np.float64)}, "lse was refused"),
-    ({"workspace": np.zeros(4223, np.uint8)}, "workspace was refused"),
-    ({"workspace": None}, "workspace was refused"),
-    ({"scale": float("nan")}, "scale was refused"),
-    ({"scale": float("inf")}, "scale was refused"),
-    ({"scale": True}, "scale was refused"),
-    ({"out": "q"}, "share no byte"),
-    ({"k": "v", "out": "q"}, "share no byte"),
-    ({"lse": "workspace"}, "lse was refused"),
-])  # fmt: skip
-def test_a_refused_call_changes_nothing(
-    device: Device, rng: np.random.Generator, wrong: dict[str, Any], named: str
-) -> None:
-    """C14.2, C14.4: everything is checked before anything is launched."""
-    cache = draft_cache(device, scattered_table(1, 10), rng)
-    before = cache.host_planes()
-    arguments: dict[str, Any] = {
-        "q": np.zeros((1, 2, 4, 64), np.uint16), "k": np.zeros((1, 2, 2, 64), np.uint16),
-        "v": np.zeros((1, 2, 2, 64), np.uint16), "out": np.full((1, 2, 4, 64), 0x7FC1, np.uint16),
-        "context_lengths": np.zeros(1, np.int32), "table_rows": np.zeros(1, np.int32),
-        "workspace": np.zeros(4224, np.uint8), **wrong,
-    }  # fmt: skip
-    on_device = {
-        name: cache.put(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
-    }
-    for name, value in arguments.items():
-        if isinstance(value, str):
-            on_device[name] = on_device[value]
-
-    with pytest.raises(MisuseError, match=named):
-        cache.ops.context_attention(cache.view, **on_device, stream=cache.stream)
-
-    assert_same_planes(before, cache.host_planes())
-    if isinstance(arguments["out"], np.ndarray):
-        np.testing.assert_array_equal(arguments["out"], cache.get(on_device["out"]))
 
 
 @pytest.mark.parametrize(("profile", "head_dim", "order"), [
     ("bf16", 64, "page-major"), ("bf16", 256, "head-major"), ("int8-g64", 64, "head-major"),
 ])  # fmt: skip
 def test_a_view_that_is_no_draft_pools_is_refused(
-    device: Device, rng: np.random.Generator, profile: str, head_dim: int, order: PageOrder
+    device: Device, rng: Rng, profile: str, head_dim: int, order: PageOrder
 ) -> None:
     """C3.4, C14.4: head-major bf16 planes of head_dim 64 or 128."""
     cache = PagedCache.build(device, profile, head_dim=head_dim, order=order, table=scattered_table(1, 1), rng=rng)
 
     with pytest.raises(MisuseError, match="head-major bf16"):
-        cache.attend_context(*block(rng, cache, width=1), [0], [0])
-
-
-def test_what_is_no_view_is_refused(device: Device) -> None:
-    """C14.1: by name, before anything else is looked at."""
-    nothing: Any = None
-
-    with pytest.raises(MisuseError, match="PagedKVBatchLayerView"):
-        Ops(device).context_attention(nothing, nothing, nothing, nothing, nothing, nothing, nothing, workspace=None,
-                                      stream=device.stream())  # fmt: skip
-
-
-def test_rows_that_no_kernel_can_load_are_refused(device: Device, rng: np.random.Generator) -> None:
-    """C3.10: q, k, v and out start 16-byte aligned."""
-    cache = draft_cache(device, scattered_table(1, 1), rng)
-    selectors = (cache.ints([0]), cache.ints([0]))
-    for crooked in range(4):
-        arrays = [device.zeros((128 + 8,), np.uint16) for _ in range(4)]
-        q, k, v, out = (
-            array[4 * (index == crooked) :][:128].reshape(1, 1, 2, 64) for index, array in enumerate(arrays)
-        )
-
-        with pytest.raises(MisuseError, match="16-byte aligned"):
-            cache.ops.context_attention(cache.view, q, k, v, out, *selectors, workspace=None, stream=cache.stream)
+        cache.attend_context(*draft_block(rng, cache, width=1), [0], [0])

@@ -10,9 +10,10 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.ops.modules import linear_module
-from pagedkv.tools.llama import KernelLinear
+from pagedkv.tools.llama.model import KernelLinear
 from tests.checkout import ROOT
 from tests.kernels.cpu_helpers import cpu_device
+from tests.kernels.paged_cache import Rng, to_device, to_host
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -30,15 +31,10 @@ class StreamUnit:
 def product(device: pk.Device, x: Float32Array, weight: Float32Array) -> Float32Array:
     """Run the kernel on host arrays."""
     unit = StreamUnit(device)
-    placed = []
-    for values in (x, weight, np.empty((len(x), len(weight)), np.float32)):
-        placed.append(device.empty(values.shape, np.float32))
-        device.copy(placed[-1], values, unit.stream)
-    KernelLinear(device)(unit, *placed)  # type: ignore[arg-type]
-    out = np.empty((len(x), len(weight)), np.float32)
-    device.copy(out, placed[-1], unit.stream)
-    unit.stream.synchronize()
-    return out
+    out = device.empty((len(x), len(weight)), np.float32)
+    x_device, weight_device = (to_device(device, unit.stream, values) for values in (x, weight))
+    KernelLinear(device)(unit, x_device, weight_device, out)  # type: ignore[arg-type]
+    return to_host(device, unit.stream, out)
 
 
 def reference(x: Float32Array, weight: Float32Array) -> Float32Array:
@@ -64,7 +60,7 @@ def reference(x: Float32Array, weight: Float32Array) -> Float32Array:
 @pytest.mark.parametrize(
     ("rows", "columns", "depth"), [(1, 1, 1), (1, 5, 31), (16, 4, 32), (17, 3, 33), (33, 9, 70), (2, 130, 192)]
 )
-def test_every_element_is_one_fixed_sum(rng: np.random.Generator, rows: int, columns: int, depth: int) -> None:
+def test_every_element_is_one_fixed_sum(rng: Rng, rows: int, columns: int, depth: int) -> None:
     """Bit for bit; rows, columns and depth on both sides of a block and a warp."""
     x, weight = (rng.standard_normal((n, depth)).astype(np.float32) for n in (rows, columns))
     with cpu_device() as device:
@@ -80,7 +76,7 @@ def test_subnormals_are_kept() -> None:
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "random"])
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(rng: np.random.Generator, order: str) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(rng: Rng, order: str) -> None:
     """C14.6: whatever the row count and the place, in every order of threads."""
     x, weight = (rng.standard_normal((n, 100)).astype(np.float32) for n in (40, 7))
     with cpu_device(order, seed=3) as device:

@@ -10,13 +10,12 @@ import pytest
 
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError, TransferFailed
-from pagedkv.ledger.pool import PagePool
+from pagedkv.ledger.pages import LogicalPages
 from pagedkv.ops.ops import Ops
 from pagedkv.transfer.engine import TransferEngine
 from pagedkv.transfer.mover import PageMover
-from pagedkv.transfer.page_runs import page_runs
-from pagedkv.values.packed_planes import PackedPlanes
-from pagedkv.values.planes import PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.transfer.plan import page_runs
+from pagedkv.values.planes import PackedPlanes, PageOrder, PlaneGeometry, plane_inventory
 from pagedkv.values.profiles import PROFILES
 
 PAGES = 12
@@ -48,6 +47,13 @@ def mover_of(device: Device, planes: Planes, **options: Any) -> PageMover:
     return PageMover(device, Ops(device), device.stream(), {"main": planes}, **options)
 
 
+def move(mover: PageMover, direction: Any, runs: Any, **options: Any) -> None:
+    """Submit a transfer of the pool and wait for it."""
+    ticket = mover.submit(direction, "main", runs, **options)
+    assert ticket is not None
+    mover.wait(ticket)
+
+
 def page_bytes(plane: npt.NDArray[Any], geometry: PlaneGeometry, pages: npt.NDArray[Any] | list[int]) -> Bytes:
     """Return the listed pages as (n, bytes), whatever the order of the plane."""
     by_page = plane if geometry.order == "page-major" else plane.swapaxes(0, 1)
@@ -57,21 +63,18 @@ def page_bytes(plane: npt.NDArray[Any], geometry: PlaneGeometry, pages: npt.NDAr
 def parts(extent: Bytes, planes: Planes, pages: int) -> list[tuple[npt.NDArray[Any], PlaneGeometry]]:
     """Cut a packed extent into one array per plane."""
     layout = PackedPlanes(tuple(geometry for _, geometry in planes), pages)
-    return [
-        (extent[offset : offset + plane.span_bytes].view(plane.dtype).reshape(plane.shape), plane)
-        for plane, offset in zip(layout.planes, layout.offsets_bytes, strict=True)
-    ]
+    return [(extent[offset : offset + plane.span_bytes].view(plane.dtype).reshape(plane.shape), plane)
+            for plane, offset in zip(layout.planes, layout.offsets_bytes, strict=True)]
 
 
 def host_planes(device: Device, planes: Planes) -> list[npt.NDArray[Any]]:
     """Copy every plane to the host."""
-    stream, found = device.stream(), []
-    for plane, geometry in planes:
-        host = np.empty(geometry.shape, geometry.dtype)
+    stream = device.stream()
+    copies = [np.empty(geometry.shape, geometry.dtype) for _, geometry in planes]
+    for host, (plane, _) in zip(copies, planes, strict=True):
         device.copy(host, plane, stream)
-        stream.synchronize()
-        found.append(host)
-    return found
+    stream.synchronize()
+    return copies
 
 
 @pytest.mark.parametrize("method", ["copies", "packed"])
@@ -86,16 +89,10 @@ def test_pages_go_out_and_come_back_in_other_places(
     mover = mover_of(device, planes, staging_pages=2)
     old, new, host = [7, 8, 2, 9, 10], [0, 4, 3, 5, 1], np.arange(5, dtype=np.int32)
     extent = device.pinned((mover.packed_bytes("main", 5),), np.uint8)
-    runs = page_runs(np.array(old, np.int32), host)
-    ticket = mover.submit("d2h", "main", runs, host=extent, host_pages=5, method=method)
-    assert ticket is not None
-    mover.wait(ticket)
+    move(mover, "d2h", page_runs(np.array(old, np.int32), host), host=extent, host_pages=5, method=method)
     for (part, packed), plane, (_, geometry) in zip(parts(extent, planes, 5), before, planes, strict=True):
         assert np.array_equal(page_bytes(part, packed, list(range(5))), page_bytes(plane, geometry, old))
-    runs = page_runs(host, np.array(new, np.int32))
-    back = mover.submit("h2d", "main", runs, host=extent, host_pages=5, method=method)
-    assert back is not None
-    mover.wait(back)
+    move(mover, "h2d", page_runs(host, np.array(new, np.int32)), host=extent, host_pages=5, method=method)
 
     for after, plane, (_, geometry) in zip(host_planes(device, planes), before, planes, strict=True):
         assert np.array_equal(page_bytes(after, geometry, new), page_bytes(plane, geometry, old))
@@ -110,9 +107,7 @@ def test_pages_move_within_the_device(device: Device, noise: Any, order: PageOrd
     before = host_planes(device, planes)
     mover = mover_of(device, planes)
     old, new = np.array([2, 3, 4], np.int32), np.array([8, 9, 0], np.int32)
-    ticket = mover.submit("d2d", "main", page_runs(old, new))
-    assert ticket is not None
-    mover.wait(ticket)
+    move(mover, "d2d", page_runs(old, new))
 
     for after, plane, (_, geometry) in zip(host_planes(device, planes), before, planes, strict=True):
         assert np.array_equal(page_bytes(after, geometry, new), page_bytes(plane, geometry, old))
@@ -128,12 +123,9 @@ def test_a_part_of_an_extent_can_be_restored(device: Device, noise: Any) -> None
     extent[:] = noise(extent.size)
     for method, new in (("copies", [5, 9]), ("packed", [11, 2])):
         runs = page_runs(np.array([1, 2], np.int32), np.array(new, np.int32))
-        ticket = mover.submit("h2d", "main", runs, host=extent, host_pages=4, method=method)  # type: ignore[arg-type]
-        assert ticket is not None
-        mover.wait(ticket)
-        for after, (part, packed), (_, geometry) in zip(
-            host_planes(device, planes), parts(extent, planes, 4), planes, strict=True
-        ):
+        move(mover, "h2d", runs, host=extent, host_pages=4, method=method)
+        for after, (part, packed), (_, geometry) in zip(host_planes(device, planes), parts(extent, planes, 4), planes,
+                                                        strict=True):
             assert np.array_equal(page_bytes(after, geometry, new), page_bytes(part, packed, [1, 2]))
 
 
@@ -149,9 +141,7 @@ def test_operations_grow_with_runs_until_the_packed_method_is_cheaper(device: De
         ids = np.roll(ids.reshape(-1, 2), 1, axis=0).ravel() if runs_count == 2 else _shredded(runs_count)
         before = mover.counters.operations
         runs = page_runs(ids, np.arange(ids.size, dtype=np.int32))
-        ticket = mover.submit("d2h", "main", runs, host=extent, host_pages=PAGES)
-        assert ticket is not None
-        mover.wait(ticket)
+        move(mover, "d2h", runs, host=extent, host_pages=PAGES)
 
         assert (len(runs), mover.counters.operations - before) == (runs_count, operations)
     whole = sum(geometry.page_bytes for _, geometry in planes)
@@ -188,18 +178,17 @@ def test_a_full_lane_says_so_and_costs_nothing(device: Device, noise: Any) -> No
 @pytest.mark.parametrize("failing", range(5))
 @pytest.mark.parametrize("direction", ["d2h", "h2d"])
 def test_a_failed_copy_publishes_nothing(device: Device, noise: Any, direction: Any, failing: int) -> None:
-    """S53: the nth of five page copies fails; the transfer ends aborted, its pins go, its source is as it was."""
+    """S53: the nth of five page copies fails; the transfer is aborted and unpinned, and its source unchanged."""
     planes = build(device, noise, "bf16")[:1]
-    pool = PagePool("main", PAGES)
-    assert pool.try_reserve(PAGES)
-    pool.bind(PAGES)
+    pages = LogicalPages(PAGES)
+    logical = pages.describe(np.arange(PAGES, dtype=np.int32), writer=0, first_block=0)
     engine = TransferEngine(mover_of(device, planes, fails=lambda number: number == failing))
     scattered, host = np.array([1, 3, 5, 7, 9], np.int32), np.arange(5, dtype=np.int32)
     extent = device.pinned((engine.mover.packed_bytes("main", 5),), np.uint8)
     extent[:] = 1
     before = host_planes(device, planes)
     sides = (scattered, host) if direction == "d2h" else (host, scattered)
-    transfer = engine.plan(direction, pool, *sides, host_pages=5)
+    transfer = engine.ledger.plan(direction, "main", pages, logical[scattered], *sides, host_pages=5)
     with pytest.raises(TransferFailed, match=f"copy {failing} of a transfer"):
         engine.submit(transfer, extent, method="copies")
     with pytest.raises(MisuseError, match="publish of transfer"):
@@ -207,7 +196,7 @@ def test_a_failed_copy_publishes_nothing(device: Device, noise: Any, direction: 
     while engine.ledger.open:
         assert engine.poll() == []
 
-    assert (transfer.state, pool.pins_total, engine.ledger.counters.published) == ("aborted", 0, 0)
+    assert (transfer.state, pages.pins_total, engine.ledger.counters.published) == ("aborted", 0, 0)
     assert engine.mover.counters.copies == failing
     if direction == "d2h":
         assert np.array_equal(before[0], host_planes(device, planes)[0])

@@ -5,36 +5,34 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.codecs import codecs
+from pagedkv import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.ops.ops import Ops
 from pagedkv.values.planes import PageOrder
 from pagedkv.values.profiles import PROFILES
-from tests.kernels.paged_cache import PagedCache, assert_same_planes, scattered_table, to_device
+from tests.kernels.paged_cache import PagedCache, Rng, assert_same_planes, scattered_table, to_device, to_host
 
 
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_zeroed_pages_are_zero_and_their_neighbours_are_not(
-    device: Device, rng: np.random.Generator, profile: str, order: PageOrder
+    device: Device, rng: Rng, profile: str, order: PageOrder
 ) -> None:
     """C14.4: every byte of pages 1 and 3 in every plane; pages 0, 2 and 4 keep theirs."""
     cache = PagedCache.build(device, profile, kv_heads=3, order=order, table=scattered_table(1, 2), rng=rng)
     expected = cache.host_planes()
     for plane in expected.values():
         (plane if order == "page-major" else plane.swapaxes(0, 1))[[1, 3]] = 0
-    planes = (cache.view.k_pages, cache.view.v_pages, cache.view.k_scales, cache.view.v_scales)
-    listed = [(plane, geometry) for plane, geometry in zip(planes, cache.geometries, strict=False) if plane is not None]
 
-    cache.ops.zero_pages(listed, cache.ints([3, 1]), stream=cache.stream)
+    cache.ops.zero_pages(cache.view.planes, cache.ints([3, 1]), stream=cache.stream)
 
     assert_same_planes(expected, cache.host_planes())
 
 
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
 def test_filled_pages_hold_the_word_of_their_plane_and_their_neighbours_do_not(
-    device: Device, rng: np.random.Generator, order: PageOrder
+    device: Device, rng: Rng, order: PageOrder
 ) -> None:
     """C14.4: every byte of pages 1 and 3, a word for each plane; pages 0, 2 and 4 keep theirs."""
     cache = PagedCache.build(device, "k8v4", kv_heads=3, order=order, table=scattered_table(1, 2), rng=rng)
@@ -43,45 +41,34 @@ def test_filled_pages_hold_the_word_of_their_plane_and_their_neighbours_do_not(
     for plane, word in zip(expected.values(), words, strict=True):
         pages = plane if order == "page-major" else plane.swapaxes(0, 1)
         pages[[1, 3]] = np.tile(np.array([word], np.uint32).view(plane.dtype), plane.shape[3])[: plane.shape[3]]
-    planes = (cache.view.k_pages, cache.view.v_pages, cache.view.k_scales, cache.view.v_scales)
 
-    cache.ops.fill_pages(list(zip(planes, cache.geometries, strict=True)), cache.ints([3, 1]), words,
-                         stream=cache.stream)  # fmt: skip
+    cache.ops.fill_pages(cache.view.planes, cache.ints([3, 1]), words, stream=cache.stream)
 
     assert_same_planes(expected, cache.host_planes())
 
 
 @pytest.mark.parametrize("words", [[], [0, 0], [-1], [1 << 32]])
-def test_words_that_do_not_fit_are_refused(device: Device, rng: np.random.Generator, words: list[int]) -> None:
+def test_words_that_do_not_fit_are_refused(device: Device, rng: Rng, words: list[int]) -> None:
     """C14.4: one pattern of 32 bits per plane; nothing is written."""
     cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
     before = cache.host_planes()
 
     with pytest.raises(MisuseError, match="1 numbers of 32 bits"):
-        cache.ops.fill_pages([(cache.view.k_pages, cache.geometries[0])], cache.ints([1]), words, stream=cache.stream)
+        cache.ops.fill_pages(cache.view.planes[:1], cache.ints([1]), words, stream=cache.stream)
 
     assert_same_planes(before, cache.host_planes())
 
 
-def test_no_pages_and_no_planes_are_nothing_to_do(device: Device, rng: np.random.Generator) -> None:
-    """An empty list of either kind is legal, as a step without new pages is."""
+def test_no_pages_no_planes_and_planes_of_another_geometry_write_nothing(device: Device, rng: Rng) -> None:
+    """An empty list of either kind is legal; all planes are checked before the first launch.  (C14.2)"""
     cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
     before = cache.host_planes()
+    first, (plane, geometry) = cache.view.planes
 
-    cache.ops.zero_pages([(cache.view.k_pages, cache.geometries[0])], cache.ints([]), stream=cache.stream)
+    cache.ops.zero_pages([first], cache.ints([]), stream=cache.stream)
     cache.ops.zero_pages([], cache.ints([0]), stream=cache.stream)
-
-    assert_same_planes(before, cache.host_planes())
-
-
-def test_a_plane_of_another_geometry_is_refused(device: Device, rng: np.random.Generator) -> None:
-    """C14.2: all planes are checked before the first launch."""
-    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=rng)
-    before = cache.host_planes()
-    listed = [(cache.view.k_pages, cache.geometries[0]), (cache.view.v_pages[1:], cache.geometries[1])]
-
     with pytest.raises(MisuseError, match="plane v_code"):
-        cache.ops.zero_pages(listed, cache.ints([1]), stream=cache.stream)
+        cache.ops.zero_pages([first, (plane[1:], geometry)], cache.ints([1]), stream=cache.stream)
 
     assert_same_planes(before, cache.host_planes())
 
@@ -94,13 +81,10 @@ def test_every_bf16_pattern_is_promoted_exactly(device: Device) -> None:
 
     Ops(device).f32_from_bf16(promoted, to_device(device, stream, bits), stream=stream)
 
-    found = np.empty(bits.shape, np.float32)
-    device.copy(found, promoted, stream)
-    stream.synchronize()
-    np.testing.assert_array_equal(bits.astype(np.uint32) << 16, found.view(np.uint32))
+    np.testing.assert_array_equal(bits.astype(np.uint32) << 16, to_host(device, stream, promoted).view(np.uint32))
 
 
-def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan_quiet(device: Device, rng: np.random.Generator) -> None:
+def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan_quiet(device: Device, rng: Rng) -> None:
     """C14.4: every upper half with the lower halves that decide, and random bits; the count fills no last block."""
     stream = device.stream()
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
@@ -111,10 +95,7 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan_quiet(device: Device,
 
     Ops(device).bf16_from_f32(rounded, to_device(device, stream, values), stream=stream)
 
-    found = np.empty(values.shape, np.uint16)
-    device.copy(found, rounded, stream)
-    stream.synchronize()
-    np.testing.assert_array_equal(codecs.f32_to_bf16(values), found)
+    np.testing.assert_array_equal(codecs.f32_to_bf16(values), to_host(device, stream, rounded))
 
 
 def test_conversions_refuse_other_shapes_and_types(device: Device) -> None:

@@ -5,6 +5,7 @@ Each test names its scenario, S64 to S69.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,20 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
-from pagedkv.codecs import codecs
+from pagedkv import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.graphs import DecodeLoop
-from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.values.attention_shape import Route
 from pagedkv.values.profiles import PROFILES
-from tests.kernels.paged_cache import Bits, PagedCache, assert_same_planes, bf16_noise, scattered_table
+from tests.kernels.paged_cache import Bits, PagedCache, Rng, assert_same_planes, bf16_noise, scattered_table, to_floats
 from tests.oracle.attention_oracle import hadamard
-from tests.toy_model import ToyModel
+from tests.toy_model import ToyModel, opened_store, prefilled
 
 QUANTIZED = [profile.name for profile in PROFILES.values() if profile.is_quantized]
 ROUTES: list[Route] = ["decode", "prefill"]
 FORMAT_ERROR = {"int8-g64": 0.006, "fp8-e4m3-row": 0.026, "nvfp4-g16": 0.095, "k8v4": 0.095}
 """codecs 7: of decode(encode(x)), the worse of K and V."""
-BF16_NAN, BF16_INFINITY = 0x7FC0, 0x7F80
-
-
-def to_floats(bits: Bits) -> npt.NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bits(values: npt.NDArray[Any]) -> Bits:
@@ -39,8 +34,7 @@ def to_bits(values: npt.NDArray[Any]) -> Bits:
 
 
 def scale_planes(cache: PagedCache) -> dict[str, Any]:
-    planes = {"k_scale": cache.view.k_scales, "v_scale": cache.view.v_scales}
-    return {role: plane for role, plane in planes.items() if plane is not None}
+    return {geometry.role: plane for plane, geometry in cache.view.planes if geometry.role.endswith("scale")}
 
 
 @pytest.mark.parametrize("profile", QUANTIZED)
@@ -65,14 +59,11 @@ def test_the_first_operation_of_a_fresh_cache_is_an_append(device: Device, profi
 def test_a_store_never_rewrites_the_scales_of_committed_rows(profile: str) -> None:
     """S64: warm-up, capture and replays after the first append leave every code and scale byte of it alone."""
     geometry = pk.KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64)
-    config = pk.StoreConfig(geometry, profile=profile, max_context=256, max_concurrency=1,
-                            kv_capacity=pk.ExplicitCapacity(256))  # fmt: skip
-    with pk.open_store(config, device="cpu") as store:
+    with opened_store(geometry, profile=profile, max_context=256, concurrency=1) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=100, output_tokens=20)
-        loop.prefill(sequence, list(range(1, 101)))
+        sequence = prefilled(loop, list(range(1, 101)), 20)
         view = store.views["main"][0]
-        planes = [view.k_pages, view.v_pages, view.k_scales, view.v_scales]
+        planes = [plane for plane, _ in view.planes]
         first, second = store.page_ids(sequence)[:2]
         before = [(plane[first].copy(), plane[second, :, :36].copy()) for plane in planes]
         steps = sum(1 for _ in loop.decode([sequence]))
@@ -97,14 +88,13 @@ def test_sixteen_scales_come_back_in_order(device: Device, kv_heads: int) -> Non
     # Query head g of each KV head is R e(16 g): rotated, it picks the first element of K's block g.
     q = to_bits(np.tile(rotation[::16], (kv_heads, 1)))[np.newaxis, np.newaxis]
 
-    out, lse = cache.attend(q, [0], [0], route="decode", new_rows=(k, v), scale=1.0, with_lse=True)
+    out, lse = cache.attend(q, [0], [0], route="decode", new_rows=(k, v), scale=1.0)
 
     page = int(cache.table[0, 0])
     for plane in scale_planes(cache).values():
         scales = codecs.e4m3_decode(plane[page, :, 0])
         # The inputs are BF16: a scale may lie one step of 1/8 beside its number, never at another's.
         np.testing.assert_array_equal(np.tile(np.arange(1.0, 17.0), (kv_heads, 1)), np.rint(scales))
-    assert lse is not None
     picked = lse.reshape(kv_heads, 16) * signs[0][:, ::16]
     np.testing.assert_allclose(picked, np.tile(6.0 * np.arange(1, 17), (kv_heads, 1)), atol=2.5)
     seen = (to_floats(out)[0, 0].reshape(kv_heads, 16, 256) @ rotation)[:, 0] * signs[1]
@@ -112,16 +102,14 @@ def test_sixteen_scales_come_back_in_order(device: Device, kv_heads: int) -> Non
 
 
 @pytest.mark.parametrize("profile", QUANTIZED)
-def test_unequal_scales_of_k_and_v_reach_every_route(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_unequal_scales_of_k_and_v_reach_every_route(device: Device, rng: Rng, profile: str) -> None:
     """S67: K far above one and V far below; within format error of bf16 on both routes, so no scale was lost."""
     results: dict[str, list[npt.NDArray[np.float32]]] = {}
     k, v, q = (bf16_noise(rng, (1, 120, heads, 64), scale) for heads, scale in ((2, 1000.0), (2, 0.01), (4, 0.001)))
     for name in (profile, "bf16"):
         cache = PagedCache.build(device, name, table=scattered_table(1, 2), rng=None)
         cache.append(k, v, [0], [0])
-        results[name] = [
-            to_floats(cache.attend(q[:, :3].copy(), [117], [0], route=route)[0]) for route in ROUTES
-        ]  # fmt: skip
+        results[name] = [to_floats(cache.attend(q[:, :3].copy(), [117], [0], route=route)[0]) for route in ROUTES]
 
     for plain, quantized in zip(results["bf16"], results[profile], strict=True):
         error = float(np.linalg.norm(quantized - plain) / np.linalg.norm(plain))
@@ -129,23 +117,19 @@ def test_unequal_scales_of_k_and_v_reach_every_route(device: Device, rng: np.ran
         assert error < 3 * FORMAT_ERROR[profile], "the errors of K and V add up to a little more than twice"
 
 
-@pytest.mark.parametrize("lost", ["k_scales", "v_scales"])
+@pytest.mark.parametrize("lost", ["k_scale_pages", "v_scale_pages"])
 @pytest.mark.parametrize("profile", QUANTIZED)
 def test_a_missing_scale_plane_raises(device: Device, profile: str, lost: str) -> None:
     """S67: None is no default scale."""
     view = PagedCache.build(device, profile, table=scattered_table(1, 1), rng=None).view
-    parts = {name: getattr(view, name) for name in ("k_pages", "v_pages", "k_scales", "v_scales", "block_table",
-             "head_dim", "kv_heads", "profile", "order", "max_context")}  # fmt: skip
 
-    with pytest.raises(MisuseError, match=f"plane {lost[:-1]} of profile {profile} was refused"):
-        PagedKVBatchLayerView(**{**parts, lost: None})
+    with pytest.raises(MisuseError, match=f"plane {lost.removesuffix('_pages')} of profile {profile} was refused"):
+        dataclasses.replace(view, **{lost: None})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("route", "width"), [("decode", 1), ("decode", 16), ("prefill", 20)])
 @pytest.mark.parametrize("profile", QUANTIZED)
-def test_every_route_reads_both_scales(
-    device: Device, rng: np.random.Generator, profile: str, route: Route, width: int
-) -> None:
+def test_every_route_reads_both_scales(device: Device, rng: Rng, profile: str, route: Route, width: int) -> None:
     """S68: decode, verify and prefill: V's scales doubled double the output exactly, K's change it."""
     cache = PagedCache.build(device, profile, table=scattered_table(1, 3), rng=rng)
     cache.fill(rng, 0, 150)
@@ -156,17 +140,16 @@ def test_every_route_reads_both_scales(
         host = cache.get(plane)
         # One step of the exponent field: FP16 has ten bits of mantissa, E4M3 three.
         step = 1 << 10 if host.dtype == np.uint16 else 1 << 3
-        device.copy(plane, np.where(host & (0x7C00 if step > 8 else 0x78), host + step, host).astype(host.dtype),
-                    cache.stream)  # fmt: skip
+        cache.set(plane, np.where(host & (0x7C00 if step > 8 else 0x78), host + step, host))
         outs[role], _ = cache.attend(q, [150 - width], [0], route=route)
-        device.copy(plane, host, cache.stream)
+        cache.set(plane, host)
 
     np.testing.assert_array_equal(2 * to_floats(before), to_floats(outs["v_scale"]))
     assert (before != outs["k_scale"]).mean() > 0.5
 
 
 @pytest.mark.parametrize("profile", QUANTIZED)
-def test_append_writes_scales_of_its_input(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_append_writes_scales_of_its_input(device: Device, rng: Rng, profile: str) -> None:
     """S68: rows twice as large give the same codes under doubled scales."""
     k, v = (bf16_noise(rng, (1, 5, 2, 64), 4.0) for _ in "kv")
     planes = []
@@ -183,16 +166,13 @@ def test_append_writes_scales_of_its_input(device: Device, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_200_identical_prompts_agree_on_cold_and_reused_pages(
-    device: Device, rng: np.random.Generator, profile: str
-) -> None:
+def test_200_identical_prompts_agree_on_cold_and_reused_pages(device: Device, rng: Rng, profile: str) -> None:
     """S69: pages come back with other content and other scales each time; one output."""
     cache = PagedCache.build(device, profile, kv_heads=1, table=np.arange(12, dtype=np.int32).reshape(1, 12), rng=rng)
     q, k, v = (bf16_noise(rng, (1, 40, heads, 64)) for heads in (2, 1, 1))
     seen = set()
     for turn in range(200):
-        pages = rng.permutation(12).astype(np.int32)[np.newaxis]
-        device.copy(cache.view.block_table, pages, cache.stream)
+        cache.set(cache.view.block_tables, rng.permutation(12)[np.newaxis])
         first = turn % 3 * 24  # the prompt alone, or behind others that differ each time
         if first:
             cache.fill(rng, 0, 128, 10.0 ** (turn % 5))
@@ -203,7 +183,7 @@ def test_200_identical_prompts_agree_on_cold_and_reused_pages(
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_magnitudes_have_documented_results(device: Device, rng: np.random.Generator, profile: str) -> None:
+def test_magnitudes_have_documented_results(device: Device, rng: Rng, profile: str) -> None:
     """S69, codecs 8: 0.001 to 70,000 give the codec's bytes and finite outputs; infinity and NaN show as NaN."""
     signs = np.where(rng.random((1, 2, 2, 64)) < 0.5, -1.0, 1.0)
     for magnitude in (0.001, 1.0, 300.0, 500.0, 70000.0, np.inf, np.nan):

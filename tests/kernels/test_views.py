@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
 from pagedkv.values.planes import plane_inventory
 from pagedkv.values.profiles import PROFILES
-from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table, to_device
+from tests.kernels.paged_cache import PagedCache, Rng, bf16_noise, scattered_table, to_device
 
-ROLE_OF = {"k_pages": "k_code", "v_pages": "v_code", "k_scales": "k_scale", "v_scales": "v_scale"}
+ROLE_OF = {"k_pages": "k_code", "v_pages": "v_code", "k_scale_pages": "k_scale", "v_scale_pages": "v_scale"}
 
 
 def parts(device: Device, profile: str = "k8v4", *, pages: int = 5) -> dict[str, Any]:
@@ -26,8 +27,8 @@ def parts(device: Device, profile: str = "k8v4", *, pages: int = 5) -> dict[str,
     }
     arguments: dict[str, Any] = {name: planes.get(role) for name, role in ROLE_OF.items()}  # type: ignore[call-overload]
     return {
-        **arguments, "block_table": device.zeros((2, 4), np.int32), "head_dim": 64, "kv_heads": 3, "profile": profile,
-        "order": "page-major", "max_context": 200,
+        **arguments, "block_tables": device.zeros((2, 4), np.int32), "head_dim": 64, "num_kv_heads": 3,
+        "storage": profile, "order": "page-major", "max_context": 200,
     }  # fmt: skip
 
 
@@ -49,14 +50,14 @@ def test_a_view_hands_kernels_the_strides_of_its_planes(device: Device, profile:
 
 def test_an_alias_names_the_profile(device: Device) -> None:
     """C0: aliases are accepted on input."""
-    view = PagedKVBatchLayerView(**{**parts(device, "nvfp4-g16"), "profile": "NVFP4-G16"})
+    view = PagedKVBatchLayerView(**{**parts(device, "nvfp4-g16"), "storage": "NVFP4-G16"})
 
-    assert view.profile is PROFILES["nvfp4-g16"]
+    assert view.storage is PROFILES["nvfp4-g16"]
 
 
 @pytest.mark.parametrize(("change", "named"), [
-    (lambda d, a: {"k_scales": None}, "plane k_scale"),
-    (lambda d, a: {"v_scales": None}, "plane v_scale"),
+    (lambda d, a: {"k_scale_pages": None}, "plane k_scale"),
+    (lambda d, a: {"v_scale_pages": None}, "plane v_scale"),
     (lambda d, a: {"k_pages": a["k_pages"].view(np.int8)}, "plane k_code"),
     (lambda d, a: {"v_pages": a["k_pages"]}, "plane v_code"),
     (lambda d, a: {"order": "head-major"}, "plane k_code"),
@@ -64,44 +65,33 @@ def test_an_alias_names_the_profile(device: Device) -> None:
     (lambda d, a: {"k_pages": a["k_pages"][:, :, ::-1]}, "not C-contiguous"),
     (lambda d, a: {"v_pages": a["v_pages"][1:]}, "plane v_code"),
     (lambda d, a: {"k_pages": a["k_pages"].reshape(-1)}, "plane k_code"),
-    (lambda d, a: {"block_table": d.zeros((2, 4), np.int64)}, "block table"),
-    (lambda d, a: {"block_table": d.zeros((8,), np.int32)}, "block table"),
+    (lambda d, a: {"block_tables": d.zeros((2, 4), np.int64)}, "block table"),
+    (lambda d, a: {"block_tables": d.zeros((8,), np.int32)}, "block table"),
+    (lambda d, a: {"block_tables": d.zeros((2, 8), np.int32)[:, ::2]}, "block table .* C-contiguous int32"),
     (lambda d, a: {"max_context": 257}, "max_context"),
     (lambda d, a: {"max_context": 0}, "max_context"),
-    (lambda d, a: {"kv_heads": 2}, "plane k_code"),
-    (lambda d, a: {"kv_heads": 0}, "kv_heads"),
+    (lambda d, a: {"num_kv_heads": 2}, "plane k_code"),
+    (lambda d, a: {"num_kv_heads": 0}, "num_kv_heads"),
 ])  # fmt: skip
 def test_a_view_that_lies_is_refused(device: Device, change: Any, named: str) -> None:
-    """C14.2, reference: a lacking scale plane, other strides, another order, a table that is too narrow."""
+    """C14.2, reference: S5: a lacking scale plane, other strides, another order, a table too narrow or of stride 2."""
     arguments = parts(device)
 
     with pytest.raises(MisuseError, match=named):
         PagedKVBatchLayerView(**{**arguments, **change(device, arguments)})
 
 
-def test_bf16_has_no_scale_planes(device: Device) -> None:
-    """C4: a superfluous plane is refused, not ignored."""
-    arguments = parts(device, "bf16")
-
-    with pytest.raises(MisuseError, match="plane k_scale of profile bf16"):
-        PagedKVBatchLayerView(**{**arguments, "k_scales": device.zeros((5, 3, 64, 1), np.uint16)})
-
-
-def test_planes_that_share_bytes_are_refused(device: Device) -> None:
-    """C14.2: disjointness."""
-    arguments = parts(device, "bf16")
-
-    with pytest.raises(MisuseError, match="k_code together with v_code"):
-        PagedKVBatchLayerView(**{**arguments, "v_pages": arguments["k_pages"]})
-
-
-def test_a_misaligned_plane_is_refused(device: Device) -> None:
-    """C3.10: a plane base is 256-byte aligned; this one starts one row late."""
+def test_planes_that_bf16_has_not_share_bytes_or_are_misaligned_are_refused(device: Device) -> None:
+    """C4, C14.2, C3.10: a superfluous plane is not ignored; a base one row late is not 256-byte aligned."""
     arguments = parts(device, "bf16", pages=6)
     late = arguments["k_pages"].reshape(-1)[64 : 64 + 5 * 3 * 64 * 64].reshape(5, 3, 64, 64)
-
-    with pytest.raises(MisuseError, match="128 bytes behind"):
-        PagedKVBatchLayerView(**{**arguments, "k_pages": late, "v_pages": arguments["v_pages"][:5]})
+    for change, named in (
+        ({"k_scale_pages": device.zeros((6, 3, 64, 1), np.uint16)}, "plane k_scale of profile bf16"),
+        ({"v_pages": arguments["k_pages"]}, "k_code together with v_code"),
+        ({"k_pages": late, "v_pages": arguments["v_pages"][:5]}, "128 bytes behind"),
+    ):
+        with pytest.raises(MisuseError, match=named):
+            PagedKVBatchLayerView(**{**arguments, **change})
 
 
 def test_an_unsupported_head_dim_is_refused_at_construction(device: Device) -> None:
@@ -110,24 +100,22 @@ def test_an_unsupported_head_dim_is_refused_at_construction(device: Device) -> N
         PagedKVBatchLayerView(**{**parts(device), "head_dim": 80})
 
 
-def test_a_view_of_one_sequence_is_a_table_of_one_row(device: Device, rng: np.random.Generator) -> None:
+def test_a_view_of_one_sequence_is_a_table_of_one_row(device: Device, rng: Rng) -> None:
     """C14.1: the same bits through `batched` with table_rows = [0]."""
     cache = PagedCache.build(device, "bf16", table=scattered_table(3, 2), rng=rng)
     cache.fill(rng, 2, 70)
     q = bf16_noise(rng, (1, 1, 4, 64))
     expected, _ = cache.attend(q, [69], [2], route="decode")
     view = cache.view
-    table_row = to_device(device, cache.stream, cache.table[2])
+    row = to_device(device, cache.stream, cache.table[2])
 
     single = PagedKVLayerView(
-        view.k_pages, view.v_pages, None, None, table_row, 64, 2, "bf16", "page-major", 128  # type: ignore[arg-type]
+        view.k_pages, view.v_pages, None, None, row, 64, 2, "bf16", "page-major", 128  # type: ignore[arg-type]
     )
 
     out = cache.put(np.zeros_like(q))
-    Ops(device).causal_attention_cached(
-        single.batched, cache.put(q), out, cache.ints([69]), cache.ints([0]), route="decode", workspace=None,
-        stream=cache.stream,
-    )  # fmt: skip
+    Ops(device).causal_attention_cached(single.batched, cache.put(q), out, cache.ints([69]), cache.ints([0]),
+                                        route="decode", workspace=None, stream=cache.stream)
     np.testing.assert_array_equal(expected, cache.get(out))
     with pytest.raises(MisuseError, match="table row"):
-        PagedKVLayerView(view.k_pages, view.v_pages, None, None, view.block_table, 64, 2, view.profile, view.order, 128)
+        dataclasses.replace(single, block_table=view.block_tables)

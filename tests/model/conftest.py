@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 import pagedkv as pk
-from pagedkv.tools.model_weights import LlamaWeights, Vocabulary, load_model
-from pagedkv.tools.tokenizer import Tokenizer
+from pagedkv.tools.llama.tokenizer import Tokenizer
+from pagedkv.tools.llama.weights import LlamaWeights, Vocabulary, load_model
 from tests.model.tiny import TINY, random_weights
 
 
@@ -31,3 +33,10 @@ def weights(smollm: tuple[LlamaWeights, Vocabulary]) -> LlamaWeights:
 @pytest.fixture(scope="session")
 def tokenizer(smollm: tuple[LlamaWeights, Vocabulary]) -> Tokenizer:
     return Tokenizer(smollm[1])
+
+
+@pytest.fixture(scope="module")
+def opened_device() -> Iterator[pk.Device]:
+    device = pk.open_device("cpu")
+    yield device
+    device.close()

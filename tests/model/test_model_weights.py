@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.tools import model_weights
-from pagedkv.tools.model_weights import LlamaConfig, LlamaWeights, find_model_file, load_model
+from pagedkv.tools.llama import weights as model_weights
+from pagedkv.tools.llama.weights import LlamaConfig, LlamaWeights, find_model_file, load_model
 from tests.model.tiny import TINY
 
 gguf = pytest.importorskip("gguf", reason="the `model` extra is not installed")
@@ -46,15 +46,10 @@ def write_tiny_gguf(path: Path, *, architecture: str = "llama") -> dict[str, np.
     shapes = {"token_embd": (TINY.vocabulary, E), "output_norm": (E,)}
     for layer in range(TINY.layers):
         shapes |= {
-            f"blk.{layer}.attn_norm": (E,),
-            f"blk.{layer}.attn_q": (TINY.query_columns, E),
-            f"blk.{layer}.attn_k": (TINY.kv_columns, E),
-            f"blk.{layer}.attn_v": (TINY.kv_columns, E),
-            f"blk.{layer}.attn_output": (E, TINY.query_columns),
-            f"blk.{layer}.ffn_norm": (E,),
-            f"blk.{layer}.ffn_gate": (F, E),
-            f"blk.{layer}.ffn_up": (F, E),
-            f"blk.{layer}.ffn_down": (E, F),
+            f"blk.{layer}.attn_norm": (E,), f"blk.{layer}.attn_q": (TINY.query_columns, E),
+            f"blk.{layer}.attn_k": (TINY.kv_columns, E), f"blk.{layer}.attn_v": (TINY.kv_columns, E),
+            f"blk.{layer}.attn_output": (E, TINY.query_columns), f"blk.{layer}.ffn_norm": (E,),
+            f"blk.{layer}.ffn_gate": (F, E), f"blk.{layer}.ffn_up": (F, E), f"blk.{layer}.ffn_down": (E, F),
         }
     tensors = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     for name, tensor in tensors.items():
@@ -130,15 +125,6 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.model
 def test_smollm2_has_the_shape_its_paper_states(weights: LlamaWeights) -> None:
-    assert weights.config == LlamaConfig(
-        layers=30,
-        hidden=576,
-        intermediate=1536,
-        query_heads=9,
-        kv_heads=3,
-        head_dim=64,
-        vocabulary=49152,
-        rope_base=100_000.0,
-        rms_epsilon=float(np.float32(1e-5)),
-        context_tokens=8192,
-    )
+    assert weights.config == LlamaConfig(layers=30, hidden=576, intermediate=1536, query_heads=9, kv_heads=3,
+                                         head_dim=64, vocabulary=49152, rope_base=100_000.0,
+                                         rms_epsilon=float(np.float32(1e-5)), context_tokens=8192)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from pagedkv.tools.llama import LlamaModel
-from pagedkv.tools.model_weights import LlamaWeights
-from pagedkv.tools.tokenizer import Tokenizer
-from tests.model.fake_unit import FakeDevice
-from tests.model.test_llama_rows import new_cache, run_unit
-from tests.oracle.reference_llama import greedy, margins, mean_divergence, teacher_forced
+from pagedkv.tools.llama.model import LlamaModel
+from pagedkv.tools.llama.tokenizer import Tokenizer
+from pagedkv.tools.llama.weights import LlamaWeights
+from tests.model.fake_unit import FAKE_DEVICE, PASSAGE, FakeCache, assert_same_choices, run_unit
+from tests.oracle.reference_llama import greedy, mean_divergence, teacher_forced
 
 pytestmark = pytest.mark.model
 
-PASSAGE = (
-    "The river rose in the night. By morning the lower street was under 2 feet of water, and the baker carried his "
-    'flour upstairs in sacks. "It has been worse," he said, "in 1953." Nobody believed him, but everybody helped.'
-)
-
-
 @pytest.fixture(scope="module")
 def model(weights: LlamaWeights) -> LlamaModel:
-    return LlamaModel(weights, FakeDevice(), max_context=160, keep_logits=True)
+    return LlamaModel(weights, FAKE_DEVICE, max_context=160, keep_logits=True)
 
 
 def test_the_reference_knows_the_capital_of_france(weights: LlamaWeights, tokenizer: Tokenizer) -> None:
@@ -39,39 +31,26 @@ def test_the_runner_agrees_with_the_reference_on_a_passage(
     ids = tokenizer.encode(PASSAGE)
     expected = teacher_forced(weights, ids)
 
-    unit = run_unit(
-        model, new_cache(weights, rows=3), route="prefill", columns=[ids], first_positions=[0], table_rows=[1]
-    )
-    logits = model.logits(unit)[0]
+    logits = model.logits(run_unit(model, [ids], cache=FakeCache(model.config, rows=2), route="prefill", rows=[1]))[0]
 
     assert mean_divergence(expected, logits) <= 1e-3
-    clear = margins(expected) > 0.2
-    np.testing.assert_array_equal(expected.argmax(axis=1)[clear], logits.argmax(axis=1)[clear])
+    assert_same_choices(expected, logits, margin_min=0.2)
 
 
-def test_three_prompts_decoded_together_equal_each_alone(
-    model: LlamaModel, weights: LlamaWeights, tokenizer: Tokenizer
-) -> None:
-    """Prefill one by one, then decode in one batch whose rows stand at different positions."""
+def test_three_prompts_decoded_together_equal_each_alone(model: LlamaModel, tokenizer: Tokenizer) -> None:
+    """Prefill one by one, then decode in one batch of rows at different positions."""
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "1, 2, 3,", "Once upon a time")]
 
     def continue_rows(chosen: list[int], steps: int) -> dict[int, list[int]]:
-        cache = new_cache(weights, rows=3)
+        cache = FakeCache(model.config, rows=3)
         texts: dict[int, list[int]] = {}
         for index in chosen:
-            unit = run_unit(
-                model, cache, route="prefill", columns=[prompts[index]], first_positions=[0], table_rows=[index]
-            )
+            unit = run_unit(model, [prompts[index]], cache=cache, route="prefill", rows=[index])
             texts[index] = [int(unit.next_tokens[0, len(prompts[index]) - 1])]
         for step in range(steps):
-            unit = run_unit(
-                model,
-                cache,
-                route="decode",
-                columns=[texts[index][-1:] for index in chosen],
-                first_positions=[len(prompts[index]) + step for index in chosen],
-                table_rows=chosen,
-            )
+            last = [texts[index][-1:] for index in chosen]
+            unit = run_unit(model, last, cache=cache, first=[len(prompts[index]) + step for index in chosen],
+                            rows=chosen)
             for b, index in enumerate(chosen):
                 texts[index].append(int(unit.next_tokens[b, 0]))
         return texts

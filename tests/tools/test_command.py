@@ -7,15 +7,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 
 import pagedkv as pk
-from pagedkv.record.journal import Journal, JournaledLedgers
+from pagedkv.ledger.ledger import Ledger
+from pagedkv.record.journal import Journal, JournalRecorder
 from pagedkv.tools import command, doctor
+from pagedkv.tools.console import version
 from tests.checkout import ROOT
 from tests.host.builders import activate, make_config, write
 
@@ -28,56 +28,34 @@ def refusal(kind: type[pk.PagedKVError]) -> pk.PagedKVError:
     return kind("this", expected="that", got="other", remedy="do it", clause="C1.1")
 
 
-@pytest.fixture
-def failing(request: pytest.FixtureRequest) -> Any:
-    """A group like the real one with a command that raises the parametrized error."""
-
-    @click.group(cls=command.PagedKVGroup)
-    def group() -> None:
-        pass
-
-    @group.command()
-    def fail() -> None:
-        raise refusal(request.param)
-
-    return group
-
-
 def test_version_is_the_projects() -> None:
     """Installed or run from the checkout."""
     result = invoke("--version")
 
-    assert (0, f"pagedkv, version {command.version()}\n") == (result.exit_code, result.stdout)
+    assert (0, f"pagedkv, version {version()}\n") == (result.exit_code, result.stdout)
 
 
-def test_help_prints_a_clause() -> None:
-    """The words that an error cites are one command away."""
-    result = invoke("help", "C12.2")
+@pytest.mark.parametrize(("words", "names"), [
+    ("C12.2", "C12.2"), ("codecs 3", "codecs 3"), ("codecs/3", "codecs 3"), ("C10.8/C12.3", "C10.8/C12.3"),
+    ("C12.3/codecs/3/C10.8", "C12.3/codecs 3/C10.8"), ("codecs.md/3/codecs 4", "codecs 3/codecs 4"),
+])
+def test_help_prints_clauses_in_the_order_given(words: str, names: str) -> None:
+    """As an error cites them, side by side; a codec section is one word in quotes or two words."""
+    result = invoke("help", *words.split("/"))
 
-    assert (0, pk.clause("C12.2") + "\n") == (result.exit_code, result.stdout)
-
-
-def test_help_prints_a_codec_section_with_or_without_quotes() -> None:
-    """Two words are one name."""
-    assert invoke("help", "codecs", "3").stdout == invoke("help", "codecs 3").stdout == pk.clause("codecs 3") + "\n"
-
-
-def test_help_prints_several_clauses_in_the_order_given() -> None:
-    """As an error cites them, side by side; a codec section among them is two words."""
-    for words, names in (
-        (("C10.8", "C12.3"), ("C10.8", "C12.3")),
-        (("C12.3", "codecs", "3", "C10.8"), ("C12.3", "codecs 3", "C10.8")),
-        (("codecs.md", "3", "codecs 4"), ("codecs 3", "codecs 4")),
-    ):
-        result = invoke("help", *words)
-
-        assert (0, "\n\n".join(pk.clause(name) for name in names) + "\n") == (result.exit_code, result.stdout)
+    assert (0, "\n\n".join(pk.clause(name) for name in names.split("/")) + "\n") == (result.exit_code, result.stdout)
 
 
-def test_one_unknown_clause_among_several_is_usage() -> None:
-    """Exit code 2; not half an answer on stdout."""
-    for words in (("C10.8", "c12.9"), ("C10.8", "codecs")):
-        assert (2, "") == ((result := invoke("help", *words)).exit_code, result.stdout)
+@pytest.mark.parametrize(("words", "said"), [
+    ("help c12.9", "C12.2"), ("help C10.8 c12.9", ""), ("help C10.8 codecs", ""), ("run", ""),
+    ("kernels report --arch sm_75", "sm_120"), ("kernels report --module none", "page_moves"),
+])
+def test_what_does_not_exist_is_usage(words: str, said: str) -> None:
+    """Exit code 2, and not half an answer on stdout; the message lists what there is."""
+    result = invoke(*words.split())
+
+    assert (2, "") == (result.exit_code, result.stdout)
+    assert said in result.stderr
 
 
 @pytest.mark.parametrize("path", [(), ("bench",), ("journal",), ("kernels",)], ids=" ".join)
@@ -98,46 +76,35 @@ def test_help_lists_commands_and_sections() -> None:
         assert line in result.stdout
 
 
-def test_an_unknown_clause_is_usage() -> None:
-    """Exit code 2; nothing on stdout."""
-    result = invoke("help", "c12.9")
-
-    assert (2, "") == (result.exit_code, result.stdout)
-    assert "C12.2" in result.stderr
-
-
 @pytest.mark.parametrize(
-    ("failing", "code"),
+    ("kind", "code"),
     [(pk.MissingRequirement, 3), (pk.ConfigError, 2), (pk.MisuseError, 2), (pk.CapacityError, 1), (pk.StaleHandle, 1)],
-    indirect=["failing"],
 )
-def test_refusals_become_exit_codes(failing: click.Group, code: int) -> None:
+def test_refusals_become_exit_codes(kind: type[pk.PagedKVError], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message goes to stderr, without a traceback."""
-    result = CliRunner().invoke(failing, ["fail"])
+
+    def refuse() -> doctor.Diagnosis:
+        raise refusal(kind)
+
+    monkeypatch.setattr(doctor, "diagnose", refuse)
+    result = invoke("doctor")
 
     assert (code, "") == (result.exit_code, result.stdout)
     assert "this was refused: expected that, got other; do it. (C1.1)" in result.stderr
 
 
-def test_run_without_a_prompt_is_usage() -> None:
-    """Click's own refusal."""
-    assert invoke("run").exit_code == 2
+@pytest.mark.parametrize("name", ["help", "doctor", "kernels report"])
+def test_a_command_imports_no_other_command(name: str) -> None:
+    """So `pagedkv help C12.2` answers at once."""
+    program = (
+        "import sys; from pagedkv.tools import command; "
+        "command.main([*sys.argv[1:], '--help'], standalone_mode=False); "
+        "print('\\n', *sorted(m for m in sys.modules if m.removeprefix('pagedkv.tools.') in command.COMMANDS.values()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *name.split()], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60, check=True)  # fmt: skip
 
-
-def test_an_unknown_architecture_is_usage() -> None:
-    """The message lists the known ones."""
-    result = invoke("kernels", "report", "--arch", "sm_75")
-
-    assert result.exit_code == 2
-    assert "sm_120" in result.stderr
-
-
-def test_a_module_that_is_not_shipped_is_usage() -> None:
-    """An empty report would read as a clean one."""
-    result = invoke("kernels", "report", "--module", "no such module")
-
-    assert result.exit_code == 2
-    assert "page_moves" in result.stderr
+    assert done.stdout.splitlines()[-1].split() == [f"pagedkv.tools.{command.COMMANDS[name]}"]
 
 
 def test_doctor_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +117,7 @@ def test_doctor_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "usable here: cpu;" in result.stderr
     assert json.loads(result.stdout) == {
         "schema": 1,
-        "version": command.version(),
+        "version": version(),
         "devices": {"cpu": True, "cuda": False},
         "checks": [
             {"name": "device cpu", "status": "ok", "found": "fine", "remedy": ""},
@@ -201,13 +168,12 @@ def test_a_compiler_is_found_in_the_devices_order(monkeypatch: pytest.MonkeyPatc
 
 
 # ---- journal replay --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def journal_file(tmp_path: Path) -> Path:
     """A journal of five operations."""
     lines = io.StringIO()
-    ledgers = JournaledLedgers(make_config(), 1, Journal(lines))
+    ledgers = Ledger(make_config(), 1)
+    ledgers.recorder = JournalRecorder(ledgers, Journal(lines))
     sequence = activate(ledgers, 200)
     write(ledgers, sequence, 130)
     ledgers.finish(sequence)
@@ -218,10 +184,8 @@ def journal_file(tmp_path: Path) -> Path:
 
 def test_a_journal_that_repeats_is_ok(journal_file: Path) -> None:
     """Exit code 0, as a user runs it: a process of its own, without a device."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pagedkv.tools.command", "journal", "replay", str(journal_file)],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "pagedkv.tools.command", "journal", "replay", str(journal_file)],
+                          cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
     assert (0, "5 operations, no difference\n", "") == (done.returncode, done.stdout, done.stderr)
 

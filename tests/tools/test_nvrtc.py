@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 
 import pagedkv as pk
-from pagedkv.tools.kernel_set import LIMITS, KernelFigures, occupancy, read_headers, report
-from pagedkv.tools.nvrtc import Compiled, KernelResources, Nvrtc, compile_program, load_nvrtc, read_resources
+from pagedkv.tools.kernels.nvrtc import KernelResources, Nvrtc, compile_program, load_nvrtc, read_resources
+from pagedkv.tools.kernels.report import LIMITS, KernelFigures, read_headers, report
 
 LOG = """\
 ptxas info    : 0 bytes gmem
@@ -45,17 +48,15 @@ def nvrtc() -> Nvrtc:
         pytest.skip(f"no NVRTC: {missing.remedy}")
 
 
-def resources(*, registers: int, threads: int | None = 128, shared_bytes: int = 0) -> KernelResources:
-    return KernelResources("k", registers, 0, 0, 0, shared_bytes, threads)
+def figures(arch: str = "sm_90", *, registers: int = 32, threads: int | None = 128, **fields: Any) -> KernelFigures:
+    kernel = {"spill_load_bytes": 0, "spill_store_bytes": 0, "local_bytes": 0, "shared_bytes": 0} | fields
+    return KernelFigures("bf16_d64", arch, KernelResources("append_rows", registers, threads_max=threads, **kernel))
 
 
 def test_an_assembler_log_is_read_kernel_by_kernel() -> None:
     """Figures of a function that was not inlined are charged to its kernel."""
-    found = read_resources(Compiled(LOG, PTX, True))
-
-    assert found == [
-        KernelResources("first", 32, 0, 0, 0, 0, None),
-        KernelResources("second", 255, 20, 12, 408, 1200, 128),
+    assert read_resources(LOG, PTX) == [
+        KernelResources("first", 32, 0, 0, 0, 0, None), KernelResources("second", 255, 20, 12, 408, 1200, 128)
     ]
 
 
@@ -73,45 +74,32 @@ def test_occupancy_is_limited_by_the_scarcest_resource(
     arch: str, registers: int, threads: int, shared_bytes: int, expected: float
 ) -> None:
     """Registers, blocks, shared bytes and threads, each as the limit once."""
-    found = resources(registers=registers, threads=threads, shared_bytes=shared_bytes)
-
-    assert occupancy(arch, found) == expected
+    assert figures(arch, registers=registers, threads=threads, shared_bytes=shared_bytes).occupancy == expected
 
 
 def test_a_kernel_without_a_launch_bound_has_no_occupancy() -> None:
     """Its block size is not known here."""
-    assert all(occupancy(arch, resources(registers=32, threads=None)) is None for arch in LIMITS)
+    assert all(figures(arch, threads=None).occupancy is None for arch in LIMITS)
 
 
 def test_the_report_has_the_promised_fields() -> None:
     """Others rely on these names."""
-    figures = KernelFigures("bf16_d64/append_rows", "sm_90", 32, 0, 0, 0, 0, 1.0)
-
-    assert report([figures]) == {
+    assert report([figures()]) == {
         "schema": 1,
-        "kernels": [
-            {
-                "name": "bf16_d64/append_rows",
-                "arch": "sm_90",
-                "registers": 32,
-                "spill_load_bytes": 0,
-                "spill_store_bytes": 0,
-                "local_bytes": 0,
-                "shared_bytes": 0,
-                "occupancy": 1.0,
-            }
-        ],
+        "kernels": [{
+            "name": "bf16_d64/append_rows", "arch": "sm_90", "registers": 32, "spill_load_bytes": 0,
+            "spill_store_bytes": 0, "local_bytes": 0, "shared_bytes": 0, "occupancy": 1.0,
+        }],
         "counts": [],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("field", ["spill_load_bytes", "spill_store_bytes", "local_bytes"])
 def test_spills_and_local_memory_are_findings(field: str) -> None:
     """Each of the three alone is enough."""
-    clean = KernelFigures("m/k", "sm_90", 32, 0, 0, 0, 4096, 1.0)
-    spilling = KernelFigures(**{**clean.as_json(), field: 4})  # type: ignore[arg-type]
+    spill: dict[str, Any] = {field: 4}
 
-    assert (False, True) == (clean.has_finding, spilling.has_finding)
+    assert (False, True) == (figures(shared_bytes=4096).has_finding, figures(**spill).has_finding)
 
 
 def test_a_real_compilation_reports_local_memory_and_the_launch_bound(nvrtc: Nvrtc) -> None:
@@ -126,9 +114,9 @@ def test_a_real_compilation_reports_local_memory_and_the_launch_bound(nvrtc: Nvr
     """
     options = ["--gpu-architecture=sm_90", "--ptxas-options=-v"]
     compiled = compile_program(nvrtc, text, name="t.cu", headers={"size.h": "#define SIZE 100"}, options=options)
-    (found,) = read_resources(compiled)
+    (kernel,) = read_resources(compiled.log, compiled.ptx)
 
-    assert ("indexed", 400, 64) == (found.kernel, found.local_bytes, found.threads_max)
+    assert ("indexed", 400, 64) == (kernel.kernel, kernel.local_bytes, kernel.threads_max)
 
 
 def test_a_text_with_errors_is_reported_with_its_log(nvrtc: Nvrtc) -> None:
@@ -137,6 +125,14 @@ def test_a_text_with_errors_is_reported_with_its_log(nvrtc: Nvrtc) -> None:
 
     assert not compiled.is_ok
     assert "wrong.cu" in compiled.log
+
+
+def test_without_cupy_the_report_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both come with one extra; a GPU is not needed.  (C4.5)"""
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
+
+    with pytest.raises(pk.MissingRequirement, match=r"pagedkv\[cuda13\]"):
+        load_nvrtc.__wrapped__()
 
 
 def test_every_kernel_source_is_handed_to_the_compiler() -> None:

@@ -121,7 +121,7 @@ def _examine(words: tuple[str, ...]) -> Compiler:
             clause="C12.4",
         )
     first = result.stdout.splitlines()[0] if result.stdout else ""
-    if "ziglang" in words or Path(words[0]).name.startswith("zig"):
+    if "ziglang" in words or "ziglang" in result.stdout or Path(words[0]).name.startswith("zig"):
         kind = "zig"
     elif "clang" in result.stdout.lower():
         kind = "clang"
@@ -132,16 +132,21 @@ def _examine(words: tuple[str, ...]) -> Compiler:
 
 
 @cache
+def cpu_features() -> frozenset[str]:
+    """Give the names of this machine's x86 features; empty when the system does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.split())
+
+
 def machine_flags(kind: str) -> tuple[str, ...]:
     """Give the instruction-set flags for this machine."""
     if platform.machine() != "x86_64":
         return ("-mcpu=baseline",) if kind == "zig" else ()
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    level = "x86-64-v3" if set(line.split()) >= V3_FEATURES else "x86-64"
+    level = "x86-64-v3" if cpu_features() >= V3_FEATURES else "x86-64"
     # Zig spells it with underscores, and without a level compiles for exactly this machine.
     return (f"-march={level.replace('-', '_') if kind == 'zig' else level}",)
 
@@ -159,6 +164,11 @@ def cache_folder() -> Path:
     """Give the user's cache folder for compiled libraries."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "pagedkv" / "cpu"
+
+
+def zig_cache_folder() -> Path:
+    """Give the folder where zig keeps its own C library: beside the compiled kernels, not among them."""
+    return cache_folder().parent / "zig"
 
 
 def build_runtime(compiler: Compiler, announce: Announce = announce_on_stderr) -> Path:
@@ -213,7 +223,7 @@ def build(
         command = [*compiler.command, *flags, f"-I{SOURCE_FOLDER}", str(source), "-o", str(library), "-lpthread", "-lm"]
         environment = dict(os.environ)
         if compiler.kind == "zig":
-            environment.setdefault("ZIG_GLOBAL_CACHE_DIR", str(folder / "zig"))
+            environment.setdefault("ZIG_GLOBAL_CACHE_DIR", str(zig_cache_folder()))
             environment.setdefault("ZIG_LOCAL_CACHE_DIR", str(Path(scratch) / "zig"))
         result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=scratch)
         if result.returncode != 0:

@@ -1,35 +1,32 @@
-"""What the parts of one cpu device share: the runtime's handle, memory, the call counter, and the open state.
-
-Streams, kernels and graphs hold the context, not the device, so imports go one way and whichever of them is
-dropped last closes it.
-"""
+"""The shared state of one cpu device: the C library's handle, memory, queues, and the call counter."""
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Any
 
-from pagedkv.devices import refusals
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.devices.context import BaseContext
 from pagedkv.devices.cpu.deferred import Queues
-from pagedkv.devices.cpu.execution import Executor
-from pagedkv.devices.cpu.memory import Memory
-from pagedkv.devices.cpu.runtime import ORDERS
+from pagedkv.devices.cpu.memory import Memory, address_of
+from pagedkv.devices.cpu.runtime import ORDERS, Executor
 from pagedkv.errors import CapacityError, DeviceFault
 
-_contexts: weakref.WeakSet[CpuContext] = weakref.WeakSet()
 
-
-class CpuContext:
-    """Shared state of one device.
+class CpuContext(BaseContext):
+    """Shared state of one cpu device.
 
     Attributes:
         memory: its buffers.
         executor: runs packed nodes.
-        queues: what waits, in deferred mode; None in eager mode.
-        driver_calls: submissions that CUDA would make through its driver, so far.
-        capturing_on: label of the stream on which a capture began; empty when none is on.  Written by the device.
+        queues: waiting operations in deferred mode; None in eager mode.
+        driver_calls: submissions so far that CUDA would make through its driver.
     """
+
+    memory: Memory
+    driver_calls = 0
 
     def __init__(
         self, library: Any, *, threads: int, order: str, seed: int, spin_seconds: float, schedule: str | None = None
@@ -40,76 +37,69 @@ class CpuContext:
             raise CapacityError(
                 "the cpu device", expected="memory for its runtime", got="none", remedy="free memory", clause="C12.4"
             )
-        self._state = "open"
         self._finalizer = weakref.finalize(self, library.pk_device_destroy, self._handle)
+        super().__init__("cpu")
         self.memory = Memory(library)
         self.executor = Executor(library, self._handle, self.memory)
-        self.queues = (
-            None if schedule is None else Queues(self.memory, self.executor, schedule=schedule, seed=seed)
-        )
-        self.driver_calls = 0
-        self.capturing_on = ""
-        _contexts.add(self)
+        self.queues = None if schedule is None else Queues(self.memory, self.executor, schedule=schedule, seed=seed)
 
     def set_order(self, order: str, seed: int) -> None:
         """Choose the order of lanes, warps and blocks for later launches."""
         self._library.pk_device_set_order(self._handle, ORDERS[order], seed)
 
-    def check_usable(self) -> None:
-        """Refuse use after `close`, and in a process that was forked: the helpers do not live there."""
-        if self._state != "open":
-            raise refusals.unusable("cpu", self._state)
-
-    def refuse_in_capture(self, what: str) -> None:
-        """Refuse what CUDA forbids while any stream captures."""
-        if self.capturing_on:
-            raise refusals.in_capture(what, self.capturing_on)
-
-    def raise_overwritten(self, found: list[str]) -> None:
-        """Raise for overwritten canaries, if there are any."""
-        if found:
+    def raise_overwritten(self, lines: list[str]) -> None:
+        """Raise DeviceFault for overwritten canaries, if there are any."""
+        if lines:
             raise DeviceFault(
-                "memory around a buffer",
-                expected="the canary bytes written at its allocation",
-                got="; ".join(found),
-                remedy="look for a kernel or a host write past the end of the buffer",
-                clause="C12.4",
-                kernel="",
-                block=None,
-                thread=None,
-                address=None,
-                buffer=found[0],
-                reason=found[0],
+                "memory around a buffer", expected="the canary bytes written at its allocation", got="; ".join(lines),
+                remedy="look for a kernel or a host write past the end of the buffer", clause="C12.4",
+                kernel="", block=None, thread=None, address=None, buffer=lines[0], reason=lines[0],
             )
 
     def raise_violations(self) -> None:
-        """Raise what was found when buffers were freed."""
-        if self.memory.violations:
-            found, self.memory.violations = self.memory.violations, []
-            self.raise_overwritten(found)
+        """Raise DeviceFault for canaries that were overwritten when their buffers were freed."""
+        lines, self.memory.violations = self.memory.violations, []
+        self.raise_overwritten(lines)
 
     def close(self) -> bool:
-        """Stop the OS threads.  False: it was closed already."""
-        if self._state != "open":
+        """Stop the OS threads, drop waiting work and check the canaries; False when it was closed already."""
+        if not super().close():
             return False
-        self._state = "a closed device"
         if self.queues is not None:
             self.queues.clear()
-        self.capturing_on = ""
         self._finalizer()
         self.memory.forget_freed()
+        self.raise_overwritten(self.memory.check())
         return True
 
     def note_fork(self) -> None:
-        """Become unusable: called in the child of a fork."""
-        if self._state == "open":
-            self._state = "a device of the parent process, after fork"
-            self._finalizer.detach()
+        """Become unusable in the child of a fork, where the OS threads do not live and cannot be stopped."""
+        super().note_fork()
+        self._finalizer.detach()
 
+    # -- arrays --------------------------------------------------------------------------------------------
 
-def _after_fork_in_child() -> None:
-    for context in list(_contexts):
-        context.note_fork()
+    def is_array(self, value: object) -> bool:
+        """Is it exactly a numpy.ndarray?"""
+        return type(value) is np.ndarray
 
+    def is_own(self, array: Any) -> bool:
+        """Is it memory of this device, pinned memory included?"""
+        return isinstance(array, np.ndarray) and self.memory.owner(array) is not None
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+    def address(self, array: npt.NDArray[Any]) -> int:
+        """Give the address of the first element."""
+        return address_of(array)
+
+    def view(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Give an array object of its own over the same memory."""
+        return array.view()
+
+    def address_of(self, argument: Any, *, is_read_only: bool) -> int | None:
+        """Give the address of an array that a kernel may use, None for anything else."""
+        if type(argument) is not np.ndarray or self.memory.owner(argument) is None:
+            return None
+        flags = argument.flags
+        if not flags.c_contiguous or not (flags.writeable or is_read_only):
+            return None
+        return address_of(argument)

@@ -1,24 +1,23 @@
 """Deferred mode of the cpu device: streams are real queues, and work runs only when something forces it.
 
-A submission waits in its stream.  `stream.synchronize`, `event.synchronize` and `event.query` force what they
-ask about, and the seed picks a legal order across streams:
+A submission waits in its stream.  `stream.synchronize`, `event.synchronize` and `event.query` force operations, and
+the seed picks a legal order across streams:
 
-    late     only what must run for the answer runs; other streams stay where they are
-    early    everything that may run runs, other streams first
-    random   any stream's next operation, until the answer is there
+    late     only the operations that the answer needs
+    early    every operation that may run, other streams first
+    random   the next operation of any stream, until the answer is known
 
-So nothing works because it happened to be early, or late.  Besides the order, four things are checked that a GPU
-leaves to luck; each raises a StreamHazard that names the operation and the buffer:
+So a missing wait fails, whatever the luck of the schedule.  The queues also find three mistakes that a GPU leaves to
+luck; each raises a StreamHazard that names the operation and the buffer:
 
-    pinned memory that an asynchronous operation reads is fingerprinted at submission, slice by slice, and compared
-        at execution: staging that was re-used too early
-    host memory that an operation will write is poisoned at submission, and `require_readable` refuses it until the
-        host knows that the operation is done: early reads
-    pageable sources are copied at submission, as CUDA does (`cpu.py`)
-    operations of two streams without an order between them must not touch the same bytes (`cpu_races.py`)
+    staging re-used too early   pinned memory that an operation reads is copied at submission, slice by slice, and
+                                compared at execution
+    host reads too early        host memory that an operation will write is poisoned at submission, and
+                                `require_readable` refuses it until the host knows that the operation is done
+    races                       operations of two streams, with no order between them, touch the same bytes (`races.py`)
 
-Order is kept in clocks: a stream's clock says how many operations of every stream lie before its next one; an
-event holds a clock; the host's clock says what the host has seen.  Clauses: C7.4, C12, C15.1.
+Clocks hold the order: a stream's clock counts the operations of every stream that run before its next one; an event
+holds a clock; the host's clock counts the operations that the host knows to be done.  Clauses: C7.4, C12, C15.1.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from pagedkv.devices.cpu.execution import Executor
 from pagedkv.devices.cpu.footprints import Footprint, Span, clip, first_common, footprint_of, read_bytes, write_bytes
 from pagedkv.devices.cpu.memory import POISON, Memory
 from pagedkv.devices.cpu.operations import CopyOperation, KernelOperation, Operation
 from pagedkv.devices.cpu.races import Clock, Races, Submission
+from pagedkv.devices.cpu.runtime import Executor
 from pagedkv.errors import StreamHazard
 
 SCHEDULES = ("late", "early", "random")
 
-HISTORY_MAX = 1024  # operations that ran and that something may still race with
-LATE_QUERIES_MAX = 3  # a late event says "not yet" at most so often
+HISTORY_MAX = 1024  # operations that have run, and with which a later one may race
+LATE_QUERIES_MAX = 3  # a late event answers "not yet" at most so often
 
 
 def joined(one: Clock, other: Clock) -> Clock:
-    """Give the clock of what lies before both."""
+    """Give the clock that counts the operations before either clock."""
     both = dict(one)
     for stream, count in other.items():
         if count > both.get(stream, 0):
@@ -49,11 +48,11 @@ def joined(one: Clock, other: Clock) -> Clock:
 
 
 class Queues:
-    """Everything submitted to one device and not yet run.
+    """The submissions of one device that wait, and those that may still race.
 
     Attributes:
-        host: clock of what the host knows to be done.
-        choices: how often the seed decided among several orders, or how late an event is; 0: every seed runs the same.
+        host: clock of the operations that the host knows to be done.
+        choices: how often the seed decided among several orders, or how late an event is; 0: all seeds run the same.
     """
 
     def __init__(self, memory: Memory, executor: Executor, *, schedule: str, seed: int) -> None:
@@ -69,10 +68,10 @@ class Queues:
         self._submitted: Clock = {}
         self._done: Clock = {}
         self._history: list[Submission] = []
-        self._unseen: list[Submission] = []  # write host memory, and the host does not know that they are done
+        self._unseen: list[Submission] = []  # they write host memory, and the host does not know them to be done
 
     def add_stream(self) -> None:
-        """Count a stream: with one alone nothing can race, and nothing is watched."""
+        """Count a stream: a single stream cannot race, so nothing is compared."""
         self._streams_count += 1
 
     # -- submission ----------------------------------------------------------------------------------------
@@ -80,25 +79,15 @@ class Queues:
     def submit(
         self, operation: Operation, *, stream: int, stream_label: str, after: Clock, footprint: Footprint | None = None
     ) -> Clock:
-        """Queue one operation.
-
-        Args:
-            operation: what runs, and when: after everything in `after`, and after what the host has seen.
-            stream: number of the stream; `stream_label` is for messages.
-            after: clock of the stream.
-            footprint: what it touches, when that is known already.
-
-        Returns:
-            The clock of the stream after it.
-        """
+        """Queue one operation behind its stream's clock `after`, and give the stream's clock after it."""
         index = self._submitted.get(stream, 0)
         clock = joined(after, self.host)
         submission = Submission(
-            operation, stream=stream, index=index, after=clock,
+            operation=operation, stream=stream, index=index, after=clock,
             footprint=footprint_of(operation, self._memory) if footprint is None else footprint,
             label=f"{self._name(operation)}, operation {index} of {stream_label}",
-        )  # fmt: skip
-        self._take_fingerprints(submission)
+        )
+        submission.fingerprints = [(span[0], read_bytes(span)) for span in submission.footprint.pinned_reads]
         self._poison(submission)
         self._waiting.setdefault(stream, deque()).append(submission)
         self._submitted[stream] = index + 1
@@ -113,9 +102,6 @@ class Queues:
         kind = "kernel" if isinstance(operation, KernelOperation) else "call of"
         return operation.name if operation.name.startswith("graph") else f"{kind} {operation.name}"
 
-    def _take_fingerprints(self, submission: Submission) -> None:
-        submission.fingerprints = [(span[0], read_bytes(span)) for span in submission.footprint.pinned_reads]
-
     def _poison(self, submission: Submission) -> None:
         written = submission.footprint.host_writes
         if not written:
@@ -123,20 +109,20 @@ class Queues:
         self._unseen.append(submission)
         read = [span for queue in self._waiting.values() for other in queue for span in other.footprint.reach]
         for span in written:
-            # Bytes that something reads first are not the operation's yet.
+            # Bytes that an earlier operation still reads keep their content.
             if not first_common([span], [*read, *submission.footprint.reads, *submission.footprint.may_read]):
                 write_bytes(span[0], bytes([POISON]) * (span[1] - span[0]))
 
     # -- forcing -------------------------------------------------------------------------------------------
 
     def finish(self, clock: Clock) -> None:
-        """Run what `clock` names, and what the seed runs besides; then the host knows it."""
+        """Run the operations that `clock` counts, and those that the seed adds; the host knows them afterwards."""
         self._run_until(clock)
         self.host = joined(self.host, clock)
         self._forget()
 
     def query(self, clock: Clock, asked: int) -> bool:
-        """Say whether what `clock` names has run, and let time pass; `asked` counts earlier questions."""
+        """Say whether the operations that `clock` counts have run; `asked` counts earlier queries, and time passes."""
         if not self._has_run(clock):
             self.choices += 1
             patience = self._random.randint(1, LATE_QUERIES_MAX) if self.schedule == "late" else 0
@@ -155,7 +141,7 @@ class Queues:
         return all(self._done.get(stream, 0) >= count for stream, count in clock.items())
 
     def _run_until(self, clock: Clock) -> None:
-        # Whatever lies before the clock is in the clock: joining is transitive.
+        # The clock also counts what its operations wait for, because joining is transitive.
         while not self._has_run(clock) or (self.schedule == "early" and self._runnable()):
             runnable = self._runnable()
             needed = [stream for stream in runnable if self._done.get(stream, 0) < clock.get(stream, 0)]
@@ -178,25 +164,25 @@ class Queues:
         return [stream for stream, queue in self._waiting.items() if queue and self._has_run(queue[0].after)]
 
     def _chain(self, clock: Clock) -> list[Submission]:
-        """Give the waiting operations that lie before a clock, in an order in which they can run."""
-        found: dict[tuple[int, int], Submission] = {}
+        """Give the waiting operations that a clock counts, in an order in which they can run."""
+        needed: dict[tuple[int, int], Submission] = {}
         open_clocks = [clock]
         while open_clocks:
             for stream, count in open_clocks.pop().items():
                 for submission in self._waiting.get(stream, ()):
-                    if submission.index < count and (stream, submission.index) not in found:
-                        found[stream, submission.index] = submission
+                    if submission.index < count and (stream, submission.index) not in needed:
+                        needed[stream, submission.index] = submission
                         open_clocks.append(submission.after)
         chain: list[Submission] = []
         done = dict(self._done)
-        while found:
+        while needed:
             ready = [
-                key for key, submission in found.items()
+                key for key, submission in needed.items()
                 if done.get(key[0], 0) == key[1]
                 and all(done.get(stream, 0) >= count for stream, count in submission.after.items())
-            ]  # fmt: skip
+            ]
             for key in ready:
-                chain.append(found.pop(key))
+                chain.append(needed.pop(key))
                 done[key[0]] = key[1] + 1
         return chain
 
@@ -225,24 +211,24 @@ class Queues:
         return [
             other for other in (*self._history, *waiting)
             if other.stream != submission.stream and not submission.is_after(other) and not other.is_after(submission)
-        ]  # fmt: skip
+        ]
 
     def _compare_fingerprints(self, submission: Submission) -> None:
         for start, expected in submission.fingerprints:
-            found = read_bytes((start, start + len(expected)))
-            if found == expected:
+            current = read_bytes((start, start + len(expected)))
+            if current == expected:
                 continue
-            place = next(at for at, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other)
+            place = next(at for at, (one, other) in enumerate(zip(expected, current, strict=True)) if one != other)
             buffer = self._memory.name_of(start + place)
             raise StreamHazard(
                 submission.label, expected="pinned memory as it was at submission",
                 got=f"other bytes in {buffer}: the host wrote there before the operation had run",
                 remedy="write again only after an event behind the operation, or use another slot",
                 clause="C15.1", operation=submission.label, other="", buffer=buffer,
-            )  # fmt: skip
+            )
 
     def _refresh_fingerprints(self, submission: Submission) -> None:
-        """What the device itself writes into pinned memory is meant: expect the new bytes from here on."""
+        """Expect the bytes that the device itself wrote into pinned memory: only host writes are mistakes."""
         written = submission.footprint.writes + submission.footprint.may_write
         for queue in self._waiting.values():
             for other in queue:
@@ -255,11 +241,7 @@ class Queues:
     # -- the host ------------------------------------------------------------------------------------------
 
     def require_readable(self, span: Span) -> None:
-        """Refuse a host read of bytes that an operation writes which the host does not know to be done.
-
-        Raises:
-            StreamHazard: names the operation and the buffer.
-        """
+        """Refuse a host read of bytes that an operation writes, unless the host knows that operation to be done."""
         for submission in self._unseen:
             common = first_common([span], submission.footprint.host_writes)
             if common is not None and not self._is_known(submission):
@@ -268,22 +250,22 @@ class Queues:
                     f"a host read of {buffer}", expected=f"the host to have waited for {submission.label}",
                     got="a read before it", remedy="wait for an event behind it, for its stream, or for the unit",
                     clause="C12.4", operation=submission.label, other="", buffer=buffer,
-                )  # fmt: skip
+                )
 
     def _is_known(self, submission: Submission) -> bool:
         return self.host.get(submission.stream, 0) > submission.index
 
     def _forget(self) -> None:
-        """Drop what every later operation is ordered after."""
+        """Drop the operations that lie before every later one."""
         self._unseen = [submission for submission in self._unseen if not self._is_known(submission)]
         waiting = [other for queue in self._waiting.values() for other in queue]
         self._history = [
             past for past in self._history
             if not self._is_known(past) or not all(other.is_after(past) for other in waiting)
-        ]  # fmt: skip
+        ]
 
     def clear(self) -> None:
-        """Drop what has not run; called when the device closes."""
+        """Drop all operations."""
         self._waiting.clear()
         self._history.clear()
         self._unseen.clear()

@@ -1,8 +1,8 @@
-"""Which bytes an operation of the cpu device touches, as far as its arguments tell.
+"""The bytes that an operation of the cpu device touches, as far as its arguments show.
 
-A copy says exactly what it reads and writes.  A kernel or a call is opaque: it may read every array it was given
-and write those that are not const, and what it really wrote is found by comparing memory around it
-(`cpu_races.py`).  A graph is the union of its nodes.
+A copy says exactly what it reads and writes.  A kernel or a call is opaque: it may read every array argument and write
+those that are not const; comparing memory before and after it shows what it wrote (`races.py`).  A graph is the union
+of its nodes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +29,9 @@ class Footprint(NamedTuple):
     """Spans of one operation.
 
     Attributes:
-        reads: read exactly so.
-        writes: written exactly so.
-        may_read: arrays that an opaque part was given.
+        reads: spans that it reads.
+        writes: spans that it writes.
+        may_read: array arguments of an opaque part.
         may_write: those of them that are not const.
         pinned_reads: host memory whose bytes must not change between submission and execution.
         host_writes: host memory that holds nothing useful until the operation has run.
@@ -44,18 +45,13 @@ class Footprint(NamedTuple):
     host_writes: tuple[Span, ...] = ()
 
     @property
-    def is_opaque(self) -> bool:
-        """Does a part of it touch bytes that only running it shows?"""
-        return bool(self.may_read or self.may_write)
-
-    @property
     def reach(self) -> tuple[Span, ...]:
         """Everything it may touch."""
         return self.reads + self.writes + self.may_read
 
 
 def footprint_of(operation: Operation, memory: Memory) -> Footprint:
-    """Give the spans of an operation of a device whose buffers `memory` knows."""
+    """Give the spans of an operation."""
     if isinstance(operation, CopyOperation):
         return _of_copy(operation, memory)
     if isinstance(operation, KernelOperation):
@@ -74,7 +70,7 @@ def _of_copy(operation: CopyOperation, memory: Memory) -> Footprint:
     reads: Span = (operation.source_address, operation.source_address + operation.byte_count)
     writes: Span = (operation.destination_address, operation.destination_address + operation.byte_count)
     return Footprint(
-        # Pageable sources are the operation's own copy: nobody else can touch them.
+        # A pageable source is the operation's own copy, which nobody else can touch.
         reads=(reads,) if source is not None else (),
         writes=(writes,),
         pinned_reads=(reads,) if source is not None and source.is_pinned else (),
@@ -83,13 +79,14 @@ def _of_copy(operation: CopyOperation, memory: Memory) -> Footprint:
 
 
 def _of_kernel(operation: KernelOperation) -> Footprint:
-    slots = struct.unpack(f"<{len(operation.slots) // 8}Q", operation.slots)
+    launch = operation.launch
+    slots = struct.unpack(f"<{len(launch.slots) // 8}Q", launch.slots)
     writable = {slot for slot, is_const in zip(slots, operation.is_read_only, strict=True) if not is_const}
-    arrays = [array for array in operation.keep if array.nbytes]
+    arrays = [array for array in launch.keep if array.nbytes]
     return Footprint(
         may_read=tuple(_bounds(array) for array in arrays),
         may_write=tuple(_bounds(array) for array in arrays if address_of(array) in writable),
-        pinned_reads=tuple((start, start + byte_count) for start, byte_count in operation.reads),
+        pinned_reads=tuple((start, start + byte_count) for start, byte_count in launch.reads),
     )
 
 
@@ -97,17 +94,12 @@ def _of_nodes(nodes: Sequence[Footprint]) -> Footprint:
     written: list[Span] = []
     pinned_reads: list[Span] = []
     for node in nodes:
-        # What an earlier node writes is the graph's own business, not the host's.
+        # Only the host must leave pinned bytes alone: an earlier node may write them.
         pinned_reads += [span for span in node.pinned_reads if not clip(span, written)]
         written += [*node.writes, *node.may_write]
-    return Footprint(
-        reads=_distinct(span for node in nodes for span in node.reads),
-        writes=_distinct(span for node in nodes for span in node.writes),
-        may_read=_distinct(span for node in nodes for span in node.may_read),
-        may_write=_distinct(span for node in nodes for span in node.may_write),
-        pinned_reads=_distinct(pinned_reads),
-        host_writes=_distinct(span for node in nodes for span in node.host_writes),
-    )
+    unions = (tuple(dict.fromkeys(chain.from_iterable(spans))) for spans in zip(*nodes, strict=True))
+    union = Footprint(*unions) if nodes else Footprint()
+    return union._replace(pinned_reads=tuple(dict.fromkeys(pinned_reads)))
 
 
 def clip(span: Span, spans: Iterable[Span]) -> list[Span]:
@@ -137,7 +129,7 @@ def write_bytes(address: int, data: bytes) -> None:
 def differences(start: int, before: bytes, after: bytes) -> list[Span]:
     """Give the spans in which two images of the memory from `start` on differ.
 
-    Changes less than a word apart are one span: a written element often keeps some of its bytes.
+    Changes at most a word apart are one span, because a written element often keeps some of its bytes.
     """
     if before == after:
         return []
@@ -153,7 +145,3 @@ def _bounds(array: npt.NDArray[np.generic]) -> Span:
         return start, start + array.nbytes
     low, high = np.lib.array_utils.byte_bounds(array)
     return int(low), int(high)
-
-
-def _distinct(spans: Iterable[Span]) -> tuple[Span, ...]:
-    return tuple(dict.fromkeys(spans))

@@ -3,10 +3,9 @@
     [ guard 64 KiB | canary ... | data | canary | guard 64 KiB ]
                                 ^ start, aligned to align_bytes
 
-The data ends at the rear guard to within `align_bytes`; a kernel that runs past it faults at once, and what it
-writes into the slack is found by the canary.  An array keeps its mapping alive through `base`, so views do
-too; the last one to go returns the memory.  The addresses of the last few freed buffers stay unmapped, so a
-late access through them faults and has a name.
+The data ends less than `align_bytes` before the rear guard: a kernel that runs past the guard faults at once, and the
+canary shows a write into the slack.  The last array or view over a mapping returns the memory.  The addresses of the
+last few freed buffers stay unmapped, so a late access faults and names its buffer.
 """
 
 from __future__ import annotations
@@ -22,118 +21,90 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.devices import refusals
-from pagedkv.devices.cpu.runtime import Buffer
-from pagedkv.devices.protocol import Shape
-from pagedkv.errors import CapacityError
+from pagedkv.devices.memory import BaseMemory, HostAllocation, no_memory
 
-PAGE_BYTES = 4096
 POISON = 0xFF
+PINNED_ALIGN_BYTES = 64
 FREED_REMEMBERED = 64
 
-# Bound once: every pointer of every launch passes here.
+# Bound once, because every pointer of every launch uses them.
 _addressof = ctypes.addressof
 _from_buffer: Any = ctypes.c_char.from_buffer
 
-ARRAY_BASES_MAX = 8  # views of views collapse to two; stride tricks add one each
+
+class Buffer(ctypes.Structure):
+    """A guarded mapping (`pk_buffer`)."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("base", "mapped_bytes", "start", "bytes"))
 
 
-class Allocation:
-    """One mapping and who it belongs to; made by `Memory` only.
+class Allocation(HostAllocation):
+    """One mapping behind arrays.
 
     Attributes:
-        memory: the owner.
-        buffer: where it lies; fixed.
-        label: for messages: name, dtype and shape; set once by `Memory`.
-        is_pinned: host memory that both sides may use.
+        buffer: the mapping.
+        label: for messages: name, dtype and shape.
+        serial: its key in `Memory`.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "buffer", "is_pinned", "label", "memory", "serial")
+    __slots__ = ("buffer", "label", "serial")
+    memory: Memory
 
     def __init__(self, memory: Memory, buffer: Buffer, label: str, serial: int, *, is_pinned: bool) -> None:
-        self.memory = memory
+        super().__init__(memory, is_pinned=is_pinned)
         self.buffer = buffer
         self.label = label
         self.serial = serial
-        self.is_pinned = is_pinned
-        self.__array_interface__: dict[str, object] = {}
 
     def __del__(self) -> None:
         self.memory.release(self)
 
 
-class Memory:
-    """All mappings of one device."""
+class Memory(BaseMemory):
+    """All mappings of one device.
+
+    Attributes:
+        violations: overwritten canaries of mappings that were returned; the context raises them and clears the list.
+    """
 
     def __init__(self, library: Any) -> None:
+        super().__init__()
         self._library = library
         self._serials = itertools.count(1)
         # Re-entrant: the collector may free an array in the middle of any of these methods.
         self._lock = threading.RLock()
         self._live: dict[int, tuple[str, Buffer]] = {}
-        self._freed: deque[tuple[str, Buffer]] = deque()  # oldest first; without memory, addresses kept
-        self.violations: list[str] = []  # overwritten canaries found when a mapping was returned
-        self.allocated_bytes = 0  # of live device arrays, as asked for; pinned ones count apart
-        self.pinned_bytes = 0
+        self._freed: deque[tuple[str, Buffer]] = deque()  # oldest first; without memory, but with their addresses
+        self.violations: list[str] = []
 
     def array(
-        self,
-        shape: Shape,
-        dtype: npt.DTypeLike,
-        *,
-        align_bytes: int,
-        fill: int,
-        is_pinned: bool,
-        name: str | None,
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], *, align_bytes: int, is_zero: bool, name: str | None
     ) -> npt.NDArray[Any]:
-        """Map memory and give an array over it.
+        """Map device memory of zeros, which cost nothing, or of 0xFF."""
+        return self._map(shape, dtype, align_bytes, 0 if is_zero else POISON, name, is_pinned=False)
 
-        Args:
-            shape: as in NumPy.
-            dtype: as in NumPy; no objects.
-            align_bytes: power of two, 1 to 4096.
-            fill: byte that fresh memory has; 0 costs nothing.
-            is_pinned: for messages and checks.
-            name: for messages.
+    def pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str | None = None) -> npt.NDArray[Any]:
+        """Map host memory of 0xFF."""
+        return self._map(shape, dtype, PINNED_ALIGN_BYTES, POISON, name, is_pinned=True)
 
-        Raises:
-            MisuseError: alignment, dtype or shape.
-            CapacityError: the host has no memory.
-        """
-        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
-        resolved = np.dtype(dtype)
-        if align_bytes < 1 or align_bytes > PAGE_BYTES or align_bytes & (align_bytes - 1):
-            raise refusals.allocation_alignment(align_bytes, PAGE_BYTES)
-        if resolved.hasobject or min(extents, default=0) < 0:
-            raise refusals.allocation_shape(extents, resolved)
-        byte_count = math.prod(extents) * resolved.itemsize
-        label = f"{f'{name!r} ' if name else ''}{resolved} {extents}"
+    def _map(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], align_bytes: int, fill: int, name: str | None,
+        *, is_pinned: bool,
+    ) -> npt.NDArray[Any]:
+        byte_count = math.prod(shape) * dtype.itemsize
+        label = f"{f'{name!r} ' if name else ''}{dtype} {shape}"
         buffer = Buffer()
         if self._library.pk_buffer_create(byte_count, align_bytes, fill, ctypes.byref(buffer)) != 0:
-            raise CapacityError(
-                f"allocation of {byte_count} bytes",
-                expected="host memory for it",
-                got="none",
-                remedy="build a smaller store",
-                clause="C5.4",
-                bytes=byte_count,
-            )
+            raise no_memory(byte_count, name, "host memory", "none")
         serial = next(self._serials)
         allocation = Allocation(self, buffer, label, serial, is_pinned=is_pinned)
         with self._lock:
             self._live[serial] = (label, buffer)
             self._count(byte_count, is_pinned=is_pinned)
-        allocation.__array_interface__ = {
-            "version": 3,
-            "shape": extents,
-            "typestr": resolved.str,
-            "descr": resolved.descr,
-            "data": (buffer.start, False),
-        }
-        return np.asarray(allocation)
+        return allocation.array(buffer.start, shape, dtype)
 
     def release(self, allocation: Allocation) -> None:
-        """Return a mapping; called when its last array goes."""
+        """Return a mapping after its last array."""
         buffer = allocation.buffer
         with self._lock:
             if (offset := self._overwritten(buffer)) is not None:
@@ -146,34 +117,23 @@ class Memory:
                 self._library.pk_buffer_destroy(ctypes.byref(self._freed.popleft()[1]))
 
     def forget_freed(self) -> None:
-        """Give the addresses of freed buffers back; called when the device closes."""
+        """Give the addresses of freed buffers back."""
         with self._lock:
             while self._freed:
                 self._library.pk_buffer_destroy(ctypes.byref(self._freed.popleft()[1]))
 
     def check(self) -> list[str]:
-        """Give a line for every overwritten canary, of live and of returned mappings; returned ones are told once."""
+        """Give a line for every overwritten canary; of returned mappings only since the last check."""
         with self._lock:
-            found, self.violations = self.violations, []
+            lines, self.violations = self.violations, []
             for serial in list(self._live):
                 label, buffer = self._live.get(serial, ("", None))
                 if buffer is not None and (offset := self._overwritten(buffer)) is not None:
-                    found.append(_overwrite_text(label, buffer, offset))
-            return found
-
-    def owner(self, array: npt.NDArray[Any]) -> Allocation | None:
-        """Find the mapping behind an array, or None when it is not of this device."""
-        base: Any = array.base
-        for _ in range(ARRAY_BASES_MAX):
-            if type(base) is Allocation:
-                return base if base.memory is self else None
-            if base is None:
-                return None
-            base = getattr(base, "base", None)
-        return None
+                    lines.append(_overwrite_text(label, buffer, offset))
+            return lines
 
     def describe(self, address: int) -> str:
-        """Say in which guard or freed mapping an address lies; empty when in none."""
+        """Say where in a live or freed mapping an address lies; empty when in none."""
         with self._lock:
             live, freed = list(self._live.values()), list(self._freed)
         for label, buffer in live:
@@ -190,23 +150,23 @@ class Memory:
                 return f"in buffer {label}, which was freed"
         return ""
 
-    def _count(self, byte_count: int, *, is_pinned: bool) -> None:
-        if is_pinned:
-            self.pinned_bytes += byte_count
-        else:
-            self.allocated_bytes += byte_count
-
     def name_of(self, address: int) -> str:
-        """Name what lies at an address: a buffer and the byte within it, or host memory that is none of ours."""
+        """Name an address: a buffer and the byte within it, or pageable host memory."""
         return self.describe(address).removeprefix("inside ") or "pageable host memory"
 
     def buffer_of(self, address: int) -> str:
-        """Give the label of the buffer that holds an address, or say that it is host memory that is none of ours."""
+        """Give the label of the buffer that holds an address, or "pageable host memory"."""
         with self._lock:
             for label, buffer in self._live.values():
                 if buffer.start <= address < buffer.start + buffer.bytes:
                     return label
         return "pageable host memory"
+
+    def _count(self, byte_count: int, *, is_pinned: bool) -> None:
+        if is_pinned:
+            self.pinned_bytes += byte_count
+        else:
+            self.allocated_bytes += byte_count
 
     def _overwritten(self, buffer: Buffer) -> int | None:
         offset = ctypes.c_int64()
@@ -223,7 +183,7 @@ def _overwrite_text(label: str, buffer: Buffer, offset: int) -> str:
 def address_of(array: npt.NDArray[Any]) -> int:
     """Give the address of the first element."""
     try:
-        # A quarter of the price of `array.ctypes.data`, which builds an object.
+        # A quarter of the cost of `array.ctypes.data`, which builds an object.
         return _addressof(_from_buffer(array))
     except (TypeError, ValueError, BufferError):  # read-only, empty or not contiguous
         return int(array.ctypes.data)

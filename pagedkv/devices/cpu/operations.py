@@ -1,9 +1,8 @@
-"""What a stream of the cpu device carries: one frozen object per submission.
+"""Operations of the cpu device: one frozen object for each submission to a stream.
 
-An operation is packed when it is submitted: kernel arguments as bytes, arrays as views of its own over the same
-memory.  So whatever the caller does to its Python objects later, the operation is the same; only memory
-contents are read when it runs.  In eager mode it runs at submission, in deferred mode when something forces it,
-in a capture it becomes a node.
+The submission packs kernel arguments as bytes, and arrays as views of its own over the same memory.  So nothing that
+the caller does to its Python objects later changes the operation; only memory contents are read when it runs.  In
+eager mode it runs at submission, in deferred mode when something forces it, and in a capture it becomes a node.
 """
 
 from __future__ import annotations
@@ -15,65 +14,53 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from pagedkv.devices.cpu.execution import Executor
-from pagedkv.devices.cpu.runtime import NODE, NODE_COPY, NODE_KERNEL
+from pagedkv.devices.cpu.runtime import NODE, NODE_COPY, NODE_KERNEL, Executor
+from pagedkv.devices.kernels import Launch
 from pagedkv.devices.protocol import Extent, NodeRecord
 
 NO_EXTENT: Extent = (0, 0, 0)
 
 
-# Named tuples, because a launch makes one and a frozen dataclass costs four times as much.
+# Named tuples, because every launch makes one, and a frozen dataclass costs four times as much.
 class KernelOperation(NamedTuple):
     """One launch.
 
     Attributes:
         name: the kernel's name.
-        grid: blocks.
-        block: threads.
+        launch: the checked launch.
         entry: address of the compiled entry.
         name_address: of the name as a C string.
         is_serial: blocks run one after another on one OS thread.
-        slots: 8 bytes per argument.
-        keep: arrays whose memory the launch uses.
-        reads: (address, bytes) of the pinned slices it declared.
         is_read_only: per parameter, is it a pointer to const?
-        kernel: what owns the code and the name; held, not used.
+        kernel: the owner of code and name; keeps them loaded.
     """
 
     name: str
-    grid: Extent
-    block: Extent
+    launch: Launch
     entry: int
     name_address: int
     is_serial: bool
-    slots: bytes
-    keep: tuple[npt.NDArray[Any], ...]
-    reads: tuple[tuple[int, int], ...]
     is_read_only: tuple[bool, ...]
     kernel: object
 
+    @property
+    def slots(self) -> bytes:
+        """8 bytes per argument."""
+        return self.launch.slots
+
     def packed(self, slots_address: int) -> bytes:
         """Pack for the C side."""
-        return NODE.pack(
-            NODE_KERNEL,
-            self.is_serial,
-            self.entry,
-            self.name_address,
-            slots_address,
-            *self.grid,
-            *self.block,
-            0,
-            0,
-            0,
-        )
+        code = (self.is_serial, self.entry, self.name_address, slots_address)
+        return NODE.pack(NODE_KERNEL, *code, *self.launch.grid, *self.launch.block, 0, 0, 0)
 
     def record(self, dependencies: tuple[int, ...]) -> NodeRecord:
         """Describe as a node."""
-        return NodeRecord("kernel", self.name, self.grid, self.block, self.slots, dependencies, self.reads)
+        grid, block, slots, _, reads = self.launch
+        return NodeRecord("kernel", self.name, dependencies, grid, block, slots, reads)
 
     def run(self, executor: Executor) -> None:
         """Run to the end, or raise DeviceFault."""
-        executor.run_one(self.packed(0), self.slots)
+        executor.run_one(self.packed(0), self.launch.slots)
 
 
 class CopyOperation(NamedTuple):
@@ -93,7 +80,7 @@ class CopyOperation(NamedTuple):
     def record(self, dependencies: tuple[int, ...]) -> NodeRecord:
         """Describe as a node."""
         words = struct.pack("<QQQ", self.destination_address, self.source_address, self.byte_count)
-        return NodeRecord("copy", "copy", NO_EXTENT, NO_EXTENT, words, dependencies)
+        return NodeRecord("copy", "copy", dependencies, argument_bytes=words)
 
     def run(self, executor: Executor) -> None:
         """Copy."""
@@ -109,7 +96,7 @@ class CallOperation(NamedTuple):
 
     def record(self, dependencies: tuple[int, ...]) -> NodeRecord:
         """Describe as a node."""
-        return NodeRecord("call", self.name, NO_EXTENT, NO_EXTENT, b"", dependencies)
+        return NodeRecord("call", self.name, dependencies)
 
     def run(self, executor: Executor) -> None:  # noqa: ARG002 - the shape of the other operations
         """Call."""
@@ -124,7 +111,7 @@ class PackedRun:
     """Consecutive kernels and copies of a graph, packed once; one C call runs them all."""
 
     def __init__(self, operations: Sequence[NativeOperation]) -> None:
-        self._operations = tuple(operations)  # hold memory and code
+        self._operations = tuple(operations)  # keep memory and code alive
         self._slots = [
             ctypes.create_string_buffer(operation.slots, max(1, len(operation.slots))) for operation in operations
         ]
@@ -133,12 +120,17 @@ class PackedRun:
         )
 
     def run(self, executor: Executor) -> None:
-        """Run them in order, or raise DeviceFault."""
-        executor.run_many(self._packed, len(self._operations))
+        """Run them in order, or raise DeviceFault; the nodes after a fault do not run."""
+        # No method of the executor in between: a replay runs this several times a step.
+        if executor.native_run(executor.handle, self._packed, len(self._operations)):
+            raise executor.fault()
 
 
 class GraphOperation(NamedTuple):
-    """One launch of a graph: its nodes in order, and the segments that run them."""
+    """One launch of a graph: its nodes in order, and the segments that run them.
+
+    A segment is a run of kernels and copies, which is one C call, or one call.
+    """
 
     name: str
     operations: tuple[NodeOperation, ...]

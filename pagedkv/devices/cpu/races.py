@@ -1,16 +1,16 @@
-"""Races between streams of the cpu device: two operations that nothing orders and that touch the same bytes.
+"""Races between streams of the cpu device: two operations without an order between them touch the same bytes.
 
-An operation knows what was ordered before it (its clock), so an unordered pair is known whatever order the seed
-picked.  What copies touch is exact.  What a kernel or a call wrote is seen by comparing memory around it; what
-it read is seen by running it once more with the bytes of the other operation in their other state (not yet
-written, or already written): both runs are legal orders, so another result is the proof.
+The clock of an operation counts the operations before it, so unordered pairs are known whatever order the seed picked.
+The bytes of a copy are exact.  Comparing memory before and after a kernel or a call shows what it wrote.  A trial shows
+what it read: it runs once more with the bytes of the other operation in their other state (not yet written, or already
+written).  Both runs are legal orders, so a different result proves the race.
 
-    running X, for every operation Y that is not ordered with X:
-      Y has run      its writes are known, old and new bytes      X is tried with the old ones
-      Y is waiting   it is run ahead, watched and undone          X is tried with the new ones
+    X runs; for every operation Y without an order to X:
+      Y has run      its writes are known, old and new bytes       the trial of X uses the old ones
+      Y is waiting   Y runs ahead, is compared, and is undone      the trial of X uses the new ones
 
-One order cannot be seen: X ran and was seen by the host before an opaque Y was submitted, and Y then overwrites
-what X read.  Another seed runs them the other way round.
+One order stays unseen: the host waited for X before an opaque Y was submitted, and Y overwrites what X read.  Another
+seed runs them the other way round.
 
 Clauses: C7.4 (copies and users of pages are ordered), C12.1.
 """
@@ -18,72 +18,61 @@ Clauses: C7.4 (copies and users of pages are ordered), C12.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagedkv.devices.cpu.execution import Executor
-from pagedkv.devices.cpu.footprints import (
-    Footprint,
-    Span,
-    clip,
-    differences,
-    first_common,
-    read_bytes,
-    write_bytes,
-)
+from pagedkv.devices.cpu.footprints import Footprint, Span, clip, differences, first_common, read_bytes, write_bytes
 from pagedkv.devices.cpu.memory import Memory
 from pagedkv.devices.cpu.operations import Operation
+from pagedkv.devices.cpu.runtime import Executor
 from pagedkv.errors import DeviceFault, StreamHazard
 
 Clock = dict[int, int]
-"""Stream number -> how many of its operations lie before."""
+"""Stream number -> how many of its operations come before."""
 
 Piece = tuple[int, bytes]
-"""An address and what stands there."""
+"""An address and the bytes from there on."""
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class Submission:
     """One operation in a queue, or in the history.
 
     Attributes:
-        operation: what runs.
+        operation: the work.
         stream: number of its stream.
         index: its place in the stream.
-        after: what is ordered before it; fixed.
-        footprint: what it touches.
+        after: clock of the operations before it; fixed.
+        footprint: the bytes that it touches.
         label: for messages.
-        fingerprints: pinned bytes as they were at submission; refreshed by device writes (`cpu_deferred.py`).
-        replaced: once it ran while watched: what its writes replaced.
-        has_run: written by the queues.
+        fingerprints: pinned bytes as they were at submission; device writes refresh them (`deferred.py`).
+        replaced: the bytes that it overwrote, known after a compared run.
+        has_run: the queues write it.
     """
 
-    __slots__ = ("after", "fingerprints", "footprint", "has_run", "index", "label", "operation", "replaced", "stream")
-
-    def __init__(
-        self, operation: Operation, *, stream: int, index: int, after: Clock, footprint: Footprint, label: str
-    ) -> None:
-        self.operation = operation
-        self.stream = stream
-        self.index = index
-        self.after = after
-        self.footprint = footprint
-        self.label = label
-        self.fingerprints: list[Piece] = []
-        self.replaced: list[Piece] = []
-        self.has_run = False
+    operation: Operation
+    stream: int
+    index: int
+    after: Clock
+    footprint: Footprint
+    label: str
+    fingerprints: list[Piece] = field(default_factory=list)
+    replaced: list[Piece] = field(default_factory=list)
+    has_run: bool = False
 
     def is_after(self, other: Submission) -> bool:
-        """Is `other` ordered before this one?"""
+        """Does `other` come before this one?"""
         return self.after.get(other.stream, 0) > other.index
 
     @property
     def written(self) -> tuple[Span, ...]:
-        """Bytes known to be written by it."""
+        """The bytes that it is known to write."""
         return self.footprint.writes + tuple(_span(piece) for piece in self.replaced)
 
 
 class Races:
-    """Runs operations and compares them with those that nothing orders."""
+    """Runs operations, and compares each with those that have no order to it."""
 
     def __init__(self, memory: Memory, executor: Executor) -> None:
         self._memory = memory
@@ -92,16 +81,10 @@ class Races:
     def run(
         self, ours: Submission, unordered: Sequence[Submission], ahead: Callable[[Submission], list[Submission]]
     ) -> None:
-        """Run an operation, watched.
+        """Run an operation, and raise StreamHazard for a race with one of `unordered`.
 
-        Args:
-            ours: what runs; everything ordered before it has run.
-            unordered: operations before or after it in no order, which have run or wait.
-            ahead: gives the waiting operations that must run for a waiting one, in order, itself last.
-
-        Raises:
-            StreamHazard: it touches bytes that one of `unordered` touches, and one of the two writes them.
-            DeviceFault: it failed.
+        Every operation before it has run.  `ahead` gives the waiting operations that must run for a waiting one, in
+        order, and that one last.
         """
         mine = ours.footprint
         others = [other for other in unordered if _reach_each_other(mine, other.footprint)]
@@ -114,24 +97,24 @@ class Races:
         try:
             ours.operation.run(self._executor)
         except DeviceFault as fault:
-            for other, pieces, found in trials:
-                if found is not None:  # in the other order it runs: the fault is the race's
+            for other, pieces, results in trials:
+                if results is not None:  # in the other order it runs, so the race caused the fault
                     raise self._race(ours, other, _span(pieces[0]), "reads") from fault
             raise
         after = [(piece[0], read_bytes(_span(piece))) for piece in before]
         ours.replaced = _changed(before, after)
-        seen = tuple(_span(piece) for piece in ours.replaced)
+        changed = tuple(_span(piece) for piece in ours.replaced)
         for other, pieces in states:
             waiting = () if other.has_run else tuple(_span(piece) for piece in pieces)
-            self._refuse_common(ours, seen, other, other.written + other.footprint.reads + waiting)
-        for other, pieces, found in trials:
-            if found is None or _differ(found, after, pieces):
+            self._refuse_common(ours, changed, other, other.written + other.footprint.reads + waiting)
+        for other, pieces, results in trials:
+            if results is None or _differ(results, after, pieces):
                 raise self._race(ours, other, _span(pieces[0]), "reads")
 
     def _other_state(
         self, other: Submission, mine: Footprint, ahead: Callable[[Submission], list[Submission]]
     ) -> list[Piece]:
-        """Give the bytes in reach of an opaque operation as they are on the other side of `other`."""
+        """Give the bytes in reach of an opaque operation in their other state: before `other`, or after it."""
         reach = mine.may_read + mine.may_write
         if not reach:
             return []
@@ -141,16 +124,16 @@ class Races:
             pieces = self._written_ahead(ahead(other))
         else:
             return []
-        found = []
+        different = []
         for start, data in pieces:
             for first, last in _whole(clip((start, start + len(data)), reach)):
-                wanted = data[first - start : last - start]
-                if read_bytes((first, last)) != wanted:
-                    found.append((first, wanted))
-        return found
+                part = data[first - start : last - start]
+                if read_bytes((first, last)) != part:
+                    different.append((first, part))
+        return different
 
     def _written_ahead(self, chain: Sequence[Submission]) -> list[Piece]:
-        """Run waiting operations, note what the last one wrote, and undo all of it."""
+        """Run waiting operations, note what the last one wrote, and undo them."""
         saved: list[Piece] = []
         try:
             for waiting in chain:
@@ -165,7 +148,7 @@ class Races:
         return _changed(after, before)
 
     def _try(self, ours: Submission, pieces: Sequence[Piece], before: Sequence[Piece]) -> list[bytes] | None:
-        """Run an operation with other bytes and undo it; None when it faulted."""
+        """Run an operation with other bytes, and undo it; None when it faulted."""
         saved = [(piece[0], read_bytes(_span(piece))) for piece in pieces]
         try:
             for start, data in pieces:
@@ -194,7 +177,7 @@ class Races:
             got=f"none, and it {verb} {common[1] - common[0]} bytes of {buffer}",
             remedy="record an event after the first of the two and let the stream of the second wait for it",
             clause="C12.1", operation=ours.label, other=other.label, buffer=buffer,
-        )  # fmt: skip
+        )
 
 
 def _span(piece: Piece) -> Span:
@@ -220,17 +203,17 @@ def _whole(spans: Iterable[Span]) -> list[Span]:
 
 
 def _changed(before: Sequence[Piece], after: Sequence[Piece]) -> list[Piece]:
-    """Give the pieces of `before` that are otherwise in `after`."""
+    """Give the pieces of `before` that `after` changed."""
     pieces = []
     for (start, old), (_, new) in zip(before, after, strict=True):
         pieces += [(first, old[first - start : last - start]) for first, last in differences(start, old, new)]
     return pieces
 
 
-def _differ(found: Sequence[bytes], after: Sequence[Piece], pieces: Sequence[Piece]) -> bool:
-    """Did a trial give other results, apart from the bytes it was tried with?"""
+def _differ(results: Sequence[bytes], after: Sequence[Piece], pieces: Sequence[Piece]) -> bool:
+    """Did a trial give other results, apart from the bytes that it changed beforehand?"""
     tried = [_span(piece) for piece in pieces]
-    for image, (start, real) in zip(found, after, strict=True):
+    for image, (start, real) in zip(results, after, strict=True):
         if image == real:
             continue
         changed = np.frombuffer(image, np.uint8) != np.frombuffer(real, np.uint8)

@@ -1,150 +1,147 @@
-"""Streams and events of the cpu device, and the capture that joins them.
+"""Streams, events and graphs of the cpu device.
 
-Every submission is an operation handed to `CpuStream.submit`.  In eager mode it runs there and then, in deferred
-mode it is queued with the stream's clock (`cpu_deferred.py`).  While a capture is on, a stream that takes part in
-it records instead (`captures.py`).  Clauses: C12, C15.1.
+In eager mode an operation runs at submission; in deferred mode it is queued with the stream's clock (`deferred.py`);
+a stream that takes part in a capture records it.  A graph reads memory at the recorded addresses, and keeps the arrays,
+so nothing else gets those addresses.  Clauses: C12, C15.1.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
-from pagedkv.devices import refusals
-from pagedkv.devices.captures import Capture
 from pagedkv.devices.cpu.context import CpuContext
 from pagedkv.devices.cpu.deferred import joined
-from pagedkv.devices.cpu.footprints import Footprint
-from pagedkv.devices.cpu.operations import GraphOperation, NodeOperation, Operation
+from pagedkv.devices.cpu.footprints import Footprint, footprint_of
+from pagedkv.devices.cpu.operations import (
+    CallOperation,
+    GraphOperation,
+    NativeOperation,
+    NodeOperation,
+    Operation,
+    PackedRun,
+)
 from pagedkv.devices.cpu.races import Clock
-from pagedkv.devices.protocol import Device, Event, Stream
+from pagedkv.devices.protocol import Device, Stream
+from pagedkv.devices.streams import BaseEvent, BaseStream, Capture, nested_graph, own_stream
 
-CpuCapture: TypeAlias = "Capture[CpuStream, NodeOperation]"
 
+class CpuEvent(BaseEvent):
+    """A point in a stream's work.  Made by `CpuDevice.event`.
 
-class CpuEvent:
-    """A point in a stream's work.  Made by `CpuDevice.event`."""
+    Attributes:
+        clock: in deferred mode: the operations before the recorded point.
+        asked: queries since it was recorded.
+    """
+
+    context: CpuContext
 
     def __init__(self, context: CpuContext) -> None:
-        self.context = context
-        # Set when recorded on a capturing stream: the capture, and the nodes the event stands for.
-        self.capture: CpuCapture | None = None
-        self.nodes: frozenset[int] = frozenset()
-        # In deferred mode: what lies before the recorded point, and how often it was asked about.
+        super().__init__(context)
         self.clock: Clock = {}
         self.asked = 0
 
     def synchronize(self) -> None:
         """Wait until the recorded point has passed."""
-        self._look("event.synchronize")
+        self._check("event.synchronize")
+        self.context.driver_calls += 1
         if self.context.queues is not None:
             self.context.queues.finish(self.clock)
 
     def query(self) -> bool:
         """Has the recorded point passed?  In eager mode it always has."""
-        self._look("event.query")
+        self._check("event.query")
+        self.context.driver_calls += 1
         if self.context.queues is None:
             return True
         self.asked += 1
         return self.context.queues.query(self.clock, self.asked - 1)
 
-    def _look(self, what: str) -> None:
-        self.context.check_usable()
-        self.context.refuse_in_capture(what)
-        if self.capture is not None:
-            raise refusals.captured_event(what)
-        self.context.driver_calls += 1
 
+class CpuStream(BaseStream):
+    """A queue of operations; in eager mode it is always empty.  Made by `CpuDevice.stream`.
 
-class CpuStream:
-    """A queue of operations; in eager mode it is always empty.  Made by `CpuDevice.stream`."""
+    Attributes:
+        number: its number in clocks.
+        clock: in deferred mode: the operations before its next one.
+    """
+
+    context: CpuContext
+    capture: Capture[NodeOperation] | None
 
     def __init__(self, context: CpuContext, device: Device, number: int) -> None:
-        self.context = context
-        self._device = device
+        super().__init__(context, device, number)
         self.number = number
-        self.label = f"stream {number}"
-        self.clock: Clock = {}  # in deferred mode: what lies before the next operation
+        self.clock: Clock = {}
         if context.queues is not None:
             context.queues.add_stream()
-        self.capture: CpuCapture | None = None
-        self.tail: set[int] = set()  # nodes that the next recorded operation depends on
-
-    def __repr__(self) -> str:
-        return f"<{self.label} of the cpu device>"
-
-    @property
-    def device(self) -> Device:
-        """The device that made the stream."""
-        return self._device
-
-    @property
-    def is_capturing(self) -> bool:
-        """Are submissions recorded instead of run?"""
-        return self.capture is not None
 
     def submit(self, operation: Operation, footprint: Footprint | None = None) -> None:
-        """Run, queue or record one operation; `footprint` when it is known already."""
-        queues = self.context.queues
-        if self.capture is not None:
+        """Run, queue or record an operation; one driver call."""
+        context = self.context
+        context.driver_calls += 1
+        if (capture := self.capture) is not None:
             assert not isinstance(operation, GraphOperation), "graphs do not nest"
-            self.tail = {self.capture.add(operation, self.tail)}
-        elif queues is None:
-            operation.run(self.context.executor)
+            capture.nodes.append(operation.record(tuple(sorted(self.tail))))
+            capture.operations.append(operation)
+            self.tail = {len(capture.nodes) - 1}
+        elif context.queues is None:
+            operation.run(context.executor)
         else:
-            self.clock = queues.submit(
+            self.clock = context.queues.submit(
                 operation, stream=self.number, stream_label=self.label, after=self.clock, footprint=footprint
             )
 
     def synchronize(self) -> None:
         """Wait until everything submitted has run."""
-        self.context.check_usable()
-        self.context.refuse_in_capture("stream.synchronize")
+        context = self.context
+        if context.unusable or context.capturing_on:
+            context.check_outside_capture("stream.synchronize")
+        context.driver_calls += 1
+        if context.queues is not None:
+            context.queues.finish(self.clock)
+        if context.memory.violations:
+            context.raise_violations()
+
+    def _record(self, event: CpuEvent) -> None:
         self.context.driver_calls += 1
-        if self.context.queues is not None:
-            self.context.queues.finish(self.clock)
-        self.context.raise_violations()
+        event.clock, event.asked = self.clock, 0
 
-    def record(self, event: Event) -> None:
-        """Let `event` stand for everything submitted to this stream so far."""
-        self.context.check_usable()
-        own = self._own(event, "stream.record")
+    def _wait(self, event: CpuEvent) -> None:
         self.context.driver_calls += 1
-        own.capture = self.capture
-        own.nodes = frozenset(self.tail) if self.capture else frozenset()
-        own.clock, own.asked = self.clock, 0
-
-    def wait(self, event: Event) -> None:
-        """Let later submissions run only after what `event` stands for; may join this stream to a capture."""
-        self.context.check_usable()
-        own = self._own(event, "stream.wait")
-        if own.capture is None:
-            if self.capture is not None:
-                raise refusals.event_from_outside(self.label)
-            self.context.driver_calls += 1
-            self.clock = joined(self.clock, own.clock)
-            return
-        if not own.capture.is_open or (self.capture is not None and self.capture is not own.capture):
-            raise refusals.captured_event("stream.wait")
-        self.context.driver_calls += 1
-        if self.capture is None:
-            self.capture = own.capture
-            self.capture.streams.append(self)
-        self.tail |= own.nodes
-
-    def leave_capture(self) -> None:
-        """Forget the capture; called by it when it closes."""
-        self.capture = None
-        self.tail = set()
-
-    def _own(self, event: Event, what: str) -> CpuEvent:
-        if not isinstance(event, CpuEvent) or event.context is not self.context:
-            raise refusals.foreign_event(what, event)
-        return event
+        if event.capture is None:
+            self.clock = joined(self.clock, event.clock)
 
 
-def own_stream(context: CpuContext, stream: Stream, what: str) -> CpuStream:
-    """Give the stream as one of this context, or refuse it."""
-    if type(stream) is CpuStream and stream.context is context:
-        return stream
-    got = "a stream of another device" if isinstance(stream, CpuStream) else type(stream).__name__
-    raise refusals.foreign_stream(what, got)
+class CpuGraph:
+    """Recorded work with frozen arguments.  Made by `CpuDevice.end_capture`."""
+
+    def __init__(self, context: CpuContext, capture: Capture[NodeOperation]) -> None:
+        self._context = context
+        self.nodes = tuple(capture.nodes)
+        segments: list[PackedRun | CallOperation] = []
+        run: list[NativeOperation] = []
+        for operation in capture.operations:
+            if not isinstance(operation, CallOperation):
+                run.append(operation)
+                continue
+            if run:
+                segments.append(PackedRun(run))
+                run = []
+            segments.append(operation)
+        if run:
+            segments.append(PackedRun(run))
+        name = f"graph of {len(self.nodes)} nodes"
+        self._operation = GraphOperation(name, tuple(capture.operations), tuple(segments))
+        self._footprint = footprint_of(self._operation, context.memory) if context.queues is not None else None
+
+    def launch(self, stream: Stream) -> None:
+        """Run all nodes, or queue them as one operation."""
+        own: CpuStream = own_stream(self._context, stream, "graph.launch")
+        if own.capture is not None:
+            raise nested_graph()
+        if self._context.memory.violations:
+            self._context.raise_violations()
+        own.submit(self._operation, self._footprint)
+
+    def upload(self, stream: Stream) -> None:
+        """Only count a driver call: the graph lies where it runs."""
+        own_stream(self._context, stream, "graph.upload")
+        self._context.driver_calls += 1

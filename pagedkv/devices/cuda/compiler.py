@@ -1,15 +1,15 @@
 """NVRTC for the cuda device, and its cache of machine code.
 
-NVRTC is called directly, not through `cupy.RawModule`: that appends `-ftz=true` to every compilation, which flushes
-subnormals and so breaks the equality with the cpu device, and it looks for CUDA's headers, which our sources do not
-need.  Every file of `cuda_src` is handed over as a named header.
+The device calls NVRTC directly, not through `cupy.RawModule`, which adds `-ftz=true` to every compilation: that flushes
+subnormals, so the bits would differ from those of the cpu device.  `RawModule` also looks for CUDA's headers, which our
+sources do not need.  NVRTC gets every included file of `cuda_src` as a named header.
 
-Machine code is kept under a hash of everything that goes in, so nothing is ever stale:
+The name of a cached file is a hash of all inputs of its compilation, so nothing is ever stale.  It holds
 
     signatures as one line of JSON, {"append_rows": [kind | bytes << 8, ...], ...}
     the cubin
 
-Signatures are read out of the PTX, where `PK_EXPORT` left them as data.  Knows no array and no stream.
+The signatures come from the PTX, where `PK_EXPORT` leaves them as data.  Knows no array and no stream.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.devices.sources import module_text, reached_files
 from pagedkv.errors import MissingRequirement, MisuseError
 
-# The same as the kernel report's: explicit fmaf only, and never ftz or approximations (C14.6).
+# The kernel report uses the same: explicit fmaf only, and never ftz or approximations (C14.6).
 OPTIONS = ("--std=c++17", "--fmad=false")
+CHANGES_BITS = ("use_fast_math", "ftz", "fmad", "prec-div", "prec-sqrt")
 
 _TABLE = re.compile(r"\.b8 pk_signature_(\w+)\[(\d+)\](?:\s*=\s*\{([^}]*)\})?")
 
@@ -40,8 +41,8 @@ class CompiledModule:
     """Machine code of one module.
 
     Attributes:
-        cubin: what the driver loads.
-        signatures: per exported kernel its words (`signatures.py`).
+        cubin: the machine code for the driver.
+        signatures: per exported kernel its words (`devices/kernels.py`).
     """
 
     cubin: bytes
@@ -51,25 +52,11 @@ class CompiledModule:
 def compile_module(
     api: CudaRuntime, spec: ModuleSpec, architecture: str, *, options: tuple[str, ...], announce: Announce
 ) -> CompiledModule:
-    """Compile a module for one architecture, or take what an equal one gave before.
-
-    Args:
-        architecture: for example "sm_90".
-        options: further options of NVRTC, checked by the device.
-        announce: told in one line when something is compiled.
-
-    Raises:
-        MisuseError: the compiler refuses the source; its messages are in the error.
-        MissingRequirement: the cache folder cannot be made.
-    """
+    """Compile a module for an architecture such as "sm_90", or take it from the cache."""
     text = module_text(spec)
     headers = {name: path.read_bytes() for name, path in reached_files(text)}
-    every = (
-        f"--gpu-architecture={architecture}",
-        *OPTIONS,
-        *options,
-        *(f"-D{name}={value}" for name, value in spec.defines),
-    )
+    defines = (f"-D{name}={value}" for name, value in spec.defines)
+    every = (f"--gpu-architecture={architecture}", *OPTIONS, *options, *defines)
     version = ".".join(map(str, api.invoke("cuda.nvrtc.getVersion")))
     digest = hashlib.sha256("\0".join((version, *every, text)).encode())
     for name, content in headers.items():
@@ -80,9 +67,20 @@ def compile_module(
     started = time.monotonic()
     announce(f"pagedkv: compiling {spec.name} for {architecture} with NVRTC {version} (once)")
     compiled = _compile(api, spec, text, headers, every)
-    _keep(target, compiled)
+    _store(target, compiled)
     announce(f"pagedkv: compiled {spec.name} in {time.monotonic() - started:.1f} s")
     return compiled
+
+
+def check_options(options: tuple[str, ...]) -> None:
+    """Refuse options that approximate, flush subnormals or fuse operations: both devices compute the same bits."""
+    for option in options:
+        if option.lstrip("-").split("=")[0] in CHANGES_BITS:
+            raise MisuseError(
+                "options of the cuda device", expected="none of those that change bits: " + ", ".join(CHANGES_BITS),
+                got=repr(option), remedy="leave it out; use explicit intrinsics in the kernel that needs them",
+                clause="C14.6",
+            )
 
 
 def cache_folder() -> Path:
@@ -92,40 +90,31 @@ def cache_folder() -> Path:
 
 
 def read_signatures(ptx: str) -> dict[str, tuple[int, ...]]:
-    """Read the tables of PK_EXPORT out of PTX: little-endian words, trailing zero bytes left out by the compiler."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Read the tables of PK_EXPORT from PTX: little-endian words; the compiler leaves trailing zero bytes out."""
+    signatures: dict[str, tuple[int, ...]] = {}
     for name, byte_count, content in _TABLE.findall(ptx):
         raw = bytes(int(byte) for byte in content.split(",")) if content else b""
         raw = raw.ljust(int(byte_count), b"\0")
         words = [int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)]
-        found[name] = tuple(words[:-1])  # the last one is the end mark
-    return found
+        signatures[name] = tuple(words[:-1])  # the last word is the end mark
+    return signatures
 
 
 def _compile(
     api: CudaRuntime, spec: ModuleSpec, text: str, headers: dict[str, bytes], options: tuple[str, ...]
 ) -> CompiledModule:
-    # Source and name are text, headers and their names bytes: so CuPy's binding wants them.  The unit has a name of its
-    # own, because NVRTC takes an include of the same name for the unit itself.
-    program = api.invoke(
-        "cuda.nvrtc.createProgram",
-        text,
-        f"unit-{spec.name}.cu",
-        tuple(headers.values()),
-        tuple(name.encode() for name in headers),
-    )
+    # CuPy's binding takes source and name as text, headers and their names as bytes.  The unit has a name of its own,
+    # because NVRTC takes an include of the same name for the unit itself.
+    names = tuple(name.encode() for name in headers)
+    program = api.invoke("cuda.nvrtc.createProgram", text, f"unit-{spec.name}.cu", tuple(headers.values()), names)
     try:
         try:
             api.invoke("cuda.nvrtc.compileProgram", program, options)
         except api.compile_error as error:
             log = str(api.invoke("cuda.nvrtc.getProgramLog", program)).strip() or str(error)
             raise MisuseError(
-                f"module {spec.name}",
-                expected="CUDA C++ that NVRTC compiles",
-                got=f"{error}:\n{log}\n",
-                remedy="mend the source; it is compiled after runtime.cuh",
-                clause="C14.4",
-                compiler_output=log,
+                f"module {spec.name}", expected="CUDA C++ that NVRTC compiles", got=f"{error}:\n{log}\n",
+                remedy="correct the source; it is compiled after runtime.cuh", clause="C14.4", compiler_output=log,
             ) from error
         ptx = api.invoke("cuda.nvrtc.getPTX", program).decode()
         return CompiledModule(bytes(api.invoke("cuda.nvrtc.getCUBIN", program)), read_signatures(ptx))
@@ -138,18 +127,15 @@ def _unpack(content: bytes) -> CompiledModule:
     return CompiledModule(cubin, {name: tuple(words) for name, words in json.loads(head).items()})
 
 
-def _keep(target: Path, compiled: CompiledModule) -> None:
+def _store(target: Path, compiled: CompiledModule) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MissingRequirement(
-            "the cuda device",
-            expected="a writable cache folder for compiled kernels",
-            got=f"{target.parent}: {error.strerror}",
-            remedy="set XDG_CACHE_HOME to a writable folder",
-            clause="C12.4",
+            "the cuda device", expected="a writable cache folder for compiled kernels",
+            got=f"{target.parent}: {error.strerror}", remedy="set XDG_CACHE_HOME to a writable folder", clause="C12.4",
         ) from error
-    # Written aside and renamed, so that two processes end with the same file.
+    # Written beside the target and renamed, so that two processes end with the same file.
     with tempfile.TemporaryDirectory(prefix=".cubin-", dir=target.parent) as scratch:
         aside = Path(scratch) / "module"
         aside.write_bytes(json.dumps(compiled.signatures).encode() + b"\n" + compiled.cubin)

@@ -1,87 +1,76 @@
-"""What the parts of one cuda device share: the door to CuPy, memory, staging, and the open state.
-
-Streams, kernels and graphs hold the context, not the device, so imports go one way.
-"""
+"""The shared state of one cuda device: the door to CuPy, memory, and the pool of calls."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pagedkv.devices import refusals
+from pagedkv.devices.context import BaseContext
 from pagedkv.devices.cuda.memory import CudaMemory
 from pagedkv.devices.cuda.runtime import CudaRuntime
 
 
-class CudaContext:
-    """Shared state of one device.
+class CudaContext(BaseContext):
+    """Shared state of one cuda device.
 
     Attributes:
         api: the door to CuPy.
-        index: which GPU.
+        index: number of the GPU.
         memory: its arrays and pinned buffers.
-        call_pool: where array functions of `call` allocate their temporaries: warm-up and capture alike, so that a
-            capture finds what it needs.  A finished graph takes the pool with it; the next calls get another one.
-        capturing_on: label of the stream on which a capture began; empty when none is on.  Written by the device.
+        call_pool: the functions of `call` allocate their temporaries here, in a warm-up and in a capture, so that the
+            capture finds free blocks.  A finished graph takes the pool; later calls get another one.
     """
 
+    memory: CudaMemory
+
     def __init__(self, api: CudaRuntime) -> None:
+        super().__init__("cuda")
         self.api = api
         self.index = int(api.invoke("cuda.runtime.getDevice"))
         self.memory = CudaMemory(api, self.index)
         self.call_pool: Any = api.invoke("cuda.MemoryPool")
-        self.capturing_on = ""
-        self._process = os.getpid()
-        self._is_closed = False
 
-    def check_usable(self) -> None:
-        """Refuse use after `close`, and in a process that was forked: CUDA does not live there."""
-        if self._is_closed:
-            raise refusals.unusable("cuda", "a closed device")
-        if os.getpid() != self._process:
-            raise refusals.unusable("cuda", "a device of the parent process, after fork")
-
-    def refuse_in_capture(self, what: str) -> None:
-        """Refuse what CUDA forbids while any stream captures."""
-        if self.capturing_on:
-            raise refusals.in_capture(what, self.capturing_on)
+    @property
+    def driver_calls(self) -> int:
+        """Counted calls so far."""
+        return self.api.calls
 
     def take_call_pool(self) -> Any:
         """Give the pool of calls to a graph, and start another one."""
         pool, self.call_pool = self.call_pool, self.api.invoke("cuda.MemoryPool")
         return pool
 
-    def address_of(self, array: object, *, is_read_only: bool) -> int | None:
-        """Give the address of a contiguous device or pinned array, None for anything else."""
-        if isinstance(array, self.api.array_type):
-            if not array.flags.c_contiguous or array.data.device_id != self.index:  # type: ignore[attr-defined]
-                return None
-            return int(array.data.ptr)  # type: ignore[attr-defined]
-        if type(array) is not np.ndarray or not array.flags.c_contiguous:
+    # -- arrays --------------------------------------------------------------------------------------------
+
+    def is_native(self, value: object) -> bool:
+        """Is it an array of CuPy?"""
+        return isinstance(value, self.api.array_type)
+
+    def is_array(self, value: object) -> bool:
+        """Is it an array of CuPy, or exactly a numpy.ndarray?"""
+        return type(value) is np.ndarray or self.is_native(value)
+
+    def is_own(self, array: Any) -> bool:
+        """Is it memory of this GPU, or pinned memory of this device?"""
+        if self.is_native(array):
+            return bool(array.data.device_id == self.index)
+        return isinstance(array, np.ndarray) and self.memory.owner(array) is not None
+
+    def address(self, array: Any) -> int:
+        """Give the address of the first element."""
+        return int(array.data.ptr) if self.is_native(array) else int(array.ctypes.data)
+
+    def view(self, array: Any) -> Any:
+        """Give an array as CuPy sees it; of a pinned one the same bytes, which a GPU reads and writes in place."""
+        if self.is_native(array):
+            return array.view()
+        return self.memory.native_view(array)
+
+    def address_of(self, argument: Any, *, is_read_only: bool) -> int | None:
+        """Give the address of an array that a kernel may use, None for anything else."""
+        if not self.is_array(argument) or not argument.flags.c_contiguous or not self.is_own(argument):
             return None
-        if not (array.flags.writeable or is_read_only) or self.memory.owner(array) is None:
-            return None
-        return int(array.ctypes.data)
-
-    def pinned_slice(self, item: object) -> tuple[int, int] | None:
-        """Give address and bytes of a contiguous pinned slice, None for anything else."""
-        if type(item) is np.ndarray and item.flags.c_contiguous and self.memory.owner(item) is not None:
-            return int(item.ctypes.data), item.nbytes
-        return None
-
-    def device_view(self, array: npt.NDArray[Any]) -> Any:
-        """Give a pinned array as CuPy sees it: the same bytes, which a GPU may read and write in place."""
-        owner = self.memory.owner(array)
-        address = int(array.ctypes.data)
-        memory = self.api.invoke("cuda.UnownedMemory", address, array.nbytes, owner, self.index)
-        pointer = self.api.invoke("cuda.MemoryPointer", memory, 0)
-        return self.api.invoke("ndarray", array.shape, array.dtype, pointer, array.strides)
-
-    def close(self) -> bool:
-        """Become unusable.  False: it was closed already."""
-        was_open, self._is_closed = not self._is_closed, True
-        self.capturing_on = ""
-        return was_open
+        if self.is_native(argument):
+            return int(argument.data.ptr)
+        return int(argument.ctypes.data) if argument.flags.writeable or is_read_only else None

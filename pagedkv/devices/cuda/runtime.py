@@ -3,23 +3,24 @@
     device modules ── invoke("cuda.runtime.memcpyAsync", ...) ──> cupy ──> the driver
                              a path below the module `cupy`
 
-A path is text, so that a test can read every call of this package out of the source and hold it against CuPy's own
-signatures; and the door takes any module of CuPy's form, so that a test without a GPU can hand in one that refuses what
-CUDA refuses.  Errors of CuPy leave as errors of ours: a capture that CUDA forbids as CaptureRefused, memory that
-is not there as CapacityError, everything else as DeviceFault, which latches a store.  Clauses: C12.4, C15.1.
+A path is text, so a test reads every call of this package from the source and compares it with CuPy's own signatures.
+The door takes any module of CuPy's form, so a test without a GPU passes one that refuses what CUDA refuses.  Errors of
+CuPy become errors of ours: CaptureRefused for work that CUDA forbids under capture, CapacityError for missing memory,
+and DeviceFault, which latches a store, for everything else.  Clauses: C12.4, C15.1.
 
 `invoke` counts what `Device.driver_calls` promises: launches, copies, records, waits, queries, synchronizations and
-graph launches.  Making things (streams, memory, modules) is not counted.
+graph launches.  It does not count the making of streams, memory and modules.
 """
 
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagedkv.errors import CapacityError, CaptureRefused, DeviceFault, MissingRequirement, MisuseError
+from pagedkv.errors import CapacityError, CaptureRefused, DeviceFault, MissingRequirement
 
 CUPY_MAJOR_MIN = 14
 CAPABILITY_MIN = (8, 0)
@@ -52,69 +53,48 @@ _DRIVER = "install NVIDIA's driver and make a GPU visible to this process, or us
 class CudaRuntime:
     """CuPy, called through one counting function.
 
-    Args:
-        cupy: the module `cupy`, or one of the same form.
-
     Attributes:
-        calls: counted calls so far (`COUNTED`), and what `count` added.
+        calls: counted calls so far: those of `COUNTED`, and those of `count`.
         array_type: `cupy.ndarray`.
-        compile_error: what NVRTC raises for a source that it refuses.
+        compile_error: NVRTC's error for a source that it refuses.
     """
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._found: dict[str, Any] = {}
+        self._targets: dict[str, Any] = {}
         self.calls = 0
         self.array_type: type = cupy.ndarray
         self.compile_error: type[Exception] = self.find("cuda.nvrtc.NVRTCError")
-        self._cuda_errors: tuple[type[Exception], ...] = (
+        self._errors: tuple[type[Exception], ...] = (
             self.find("cuda.runtime.CUDARuntimeError"),
             self.find("cuda.driver.CUDADriverError"),
+            self.find("cuda.memory.OutOfMemoryError"),  # a MemoryError
         )
-        self._memory_error: type[Exception] = self.find("cuda.memory.OutOfMemoryError")
 
     def find(self, path: str) -> Any:
-        """Give what lies at a path below `cupy`, for example a constant."""
-        found = self._found.get(path)
-        if found is None:
-            found = self._cupy
-            for name in path.split("."):
-                found = getattr(found, name)
-            self._found[path] = found
-        return found
+        """Give the object at a path below `cupy`, for example a constant."""
+        target = self._targets.get(path)
+        if target is None:
+            target = self._targets[path] = operator.attrgetter(path)(self._cupy)
+        return target
 
     def invoke(self, path: str, *arguments: Any, **options: Any) -> Any:
-        """Call the function, class or unbound method at a path below `cupy`.
-
-        Raises:
-            CaptureRefused: CUDA forbids it while a stream captures.
-            CapacityError: no memory.
-            DeviceFault: CUDA reports an error, of this call or of earlier work.
-        """
+        """Call the function, class or unbound method at a path below `cupy`."""
         if path in COUNTED:
             self.calls += 1
         try:
             return self.find(path)(*arguments, **options)
-        except self._memory_error as error:
-            raise self._no_memory(path, error) from error
-        except self._cuda_errors as error:
+        except self._errors as error:
             raise self.refusal(path, error) from error
 
     def count(self) -> None:
-        """Count work that reaches CUDA by another way: an embedder's array function, or a copy of nothing."""
+        """Count work without an `invoke`: an embedder's array function, or a copy of nothing."""
         self.calls += 1
 
     def is_done(self, path: str, handle: int) -> bool:
-        """Ask an event or a stream whether its work has passed.
+        """Ask an event whether its point has passed.
 
-        CuPy's query functions return CUDA's status instead of raising it, so a fault would read "not yet" for ever.
-
-        Args:
-            path: "cuda.runtime.eventQuery".
-            handle: what to ask.
-
-        Raises:
-            DeviceFault: earlier work failed.
+        CuPy's query function returns CUDA's status instead of raising it, so a fault would read "not yet" for ever.
         """
         status = int(self.invoke(path, handle))
         if status not in (0, _NOT_READY):
@@ -123,17 +103,11 @@ class CudaRuntime:
 
     @contextmanager
     def current(self, stream: Any, pool: Any, what: str) -> Iterator[None]:
-        """Let CuPy's array functions run on a stream and allocate from a pool.
-
-        Raises:
-            CaptureRefused, CapacityError, DeviceFault: as `invoke`, with `what` as what was refused.
-        """
+        """Let CuPy's array functions run on a stream and allocate from a pool; errors name `what`."""
         try:
             with stream, self.find("cuda.using_allocator")(pool.malloc):
                 yield
-        except self._memory_error as error:
-            raise self._no_memory(what, error) from error
-        except self._cuda_errors as error:
+        except self._errors as error:
             raise self.refusal(what, error) from error
         except RuntimeError as error:
             # CuPy's own refusals: NotImplementedError of cuBLAS, cuSPARSE and cuRAND, "calling ... API during stream
@@ -143,52 +117,35 @@ class CudaRuntime:
             raise CaptureRefused(
                 what,
                 expected="no library matrix product and no synchronous copy under capture, because CuPy refuses both",
-                got=_line(error),
-                remedy="use a kernel, and read nothing back",
-                clause="C15.1",
+                got=_line(error), remedy="use a kernel, and read nothing back", clause="C15.1",
             ) from error
 
     def refusal(self, what: str, error: Exception) -> CaptureRefused | CapacityError | DeviceFault:
         """Turn an error of CUDA into ours."""
         status = int(getattr(error, "status", -1))
-        if status == _NO_MEMORY:
-            return self._no_memory(what, error)
+        if status == _NO_MEMORY or isinstance(error, MemoryError):
+            return CapacityError(
+                what, expected="memory for it", got=_line(error), remedy="build a smaller store", clause="C5.4"
+            )
         if status in _CAPTURE_ERRORS:
             return CaptureRefused(
                 what,
                 expected="work that CUDA can capture: launches and asynchronous copies, memory reserved by a warm-up",
-                got=_line(error),
+                got=_line(error), clause="C15.1", status=status,
                 remedy="run the same work once before begin_capture, and read nothing back inside",
-                clause="C15.1",
-                status=status,
             )
         return self._fault(what, _line(error), status)
 
     def _fault(self, what: str, got: str, status: int) -> DeviceFault:
         return DeviceFault(
-            what,
-            expected="work that CUDA runs to its end",
-            got=got,
+            what, expected="work that CUDA runs to its end", got=got,
             remedy="look for a kernel that reads or writes out of bounds; this process cannot use the GPU any more",
-            clause="C12.4",
-            kernel="",
-            block=None,
-            thread=None,
-            status=status,
-        )
-
-    def _no_memory(self, what: str, error: Exception) -> CapacityError:
-        return CapacityError(
-            what, expected="memory for it", got=_line(error), remedy="build a smaller store", clause="C5.4"
+            clause="C12.4", kernel="", block=None, thread=None, status=status,
         )
 
 
 def find_cupy(load: Callable[[str], Any] = importlib.import_module) -> Any:
-    """Import CuPy and look whether the current GPU can be used.
-
-    Raises:
-        MissingRequirement: exactly what is missing, and how to get it.
-    """
+    """Import CuPy and check the current GPU; MissingRequirement says exactly what is missing, and how to get it."""
     try:
         cupy = load("cupy")
     except ModuleNotFoundError as error:
@@ -205,18 +162,15 @@ def find_cupy(load: Callable[[str], Any] = importlib.import_module) -> Any:
     if not api.driverGetVersion():
         raise _missing("no NVIDIA driver", _DRIVER)
     try:
-        devices = api.getDeviceCount()
-        index = api.getDevice() if devices else -1
-        found = (0, 0)
-        if devices:
-            found = tuple(api.deviceGetAttribute(number, index) for number in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR))
+        if not api.getDeviceCount():
+            raise _missing("no GPU", _DRIVER)
+        index = api.getDevice()
+        capability = tuple(api.deviceGetAttribute(number, index) for number in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR))
     except (api.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
         raise _missing(_line(error), _DRIVER) from error
-    if not devices:
-        raise _missing("no GPU", _DRIVER)
-    if found < CAPABILITY_MIN:
+    if capability < CAPABILITY_MIN:
         remedy = "make a newer GPU the current one with cupy.cuda.Device(n).use(), or use device 'cpu'"
-        raise _missing(f"GPU {index} with compute capability {found[0]}.{found[1]}", remedy)
+        raise _missing(f"GPU {index} with compute capability {capability[0]}.{capability[1]}", remedy)
     try:
         cupy.cuda.nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
@@ -226,33 +180,10 @@ def find_cupy(load: Callable[[str], Any] = importlib.import_module) -> Any:
 
 def _missing(got: str, remedy: str) -> MissingRequirement:
     return MissingRequirement(
-        "device cuda",
+        "device cuda", got=got, remedy=remedy, clause="C12.4",
         expected=f"CuPy {CUPY_MAJOR_MIN} or newer, NVRTC, and a GPU of compute capability 8.0 or newer",
-        got=got,
-        remedy=remedy,
-        clause="C12.4",
     )
 
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-FAST_MATH = ("use_fast_math", "ftz", "fmad", "prec-div", "prec-sqrt")
-
-
-def check_options(options: tuple[str, ...]) -> None:
-    """Refuse compiler options that change bits: both devices must compute the same.
-
-    Raises:
-        MisuseError: an option that turns on approximations, flushes subnormals or fuses operations.
-    """
-    for option in options:
-        if option.lstrip("-").split("=")[0] in FAST_MATH:
-            raise MisuseError(
-                "options of the cuda device",
-                expected="none of those that change bits: " + ", ".join(FAST_MATH),
-                got=repr(option),
-                remedy="leave it out; use explicit intrinsics in the kernel that wants them",
-                clause="C14.6",
-            )

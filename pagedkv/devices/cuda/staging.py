@@ -1,12 +1,12 @@
-"""Staging: how a copy from pageable memory can return before it has run.
+"""Staging: a copy from pageable memory returns before it has run.
 
-A pageable source is copied into pinned memory at submission, as CUDA promises for its own staging, but without waiting
-for the stream.  Each stream has two halves of staging in turn:
+The submission copies a pageable source into pinned memory, as CUDA does with its own staging, but without waiting for
+the stream.  Each stream uses two halves of staging in turn:
 
     half 0  [ piece | piece | piece ... ] event      a half is written again only after the event behind its copies
-    half 1  [ piece | ...                            a source larger than a half goes in several pieces
+    half 1  [ piece | ...                            a source larger than a half becomes several pieces
 
-While another stream captures, CUDA allows neither pinning nor waiting: what needs one of them is refused.
+While a stream captures, CUDA allows neither pinning nor waiting, so a copy that needs one of them is refused.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ STAGING_ALIGN_BYTES = 64
 
 
 class Staging:
-    """Pinned copies of pageable sources, of one stream, until their copies have run."""
+    """Pinned copies of one stream's pageable sources, until the copies to the device have run."""
 
     def __init__(self, context: CudaContext, stream: Any) -> None:
         self._context = context
         self._stream = stream  # CuPy's
         self._halves: list[npt.NDArray[np.uint8]] = []
-        self._events: list[Any] = [None, None]  # CuPy's; behind the copies of a half that was left
+        self._events: list[Any] = [None, None]  # CuPy's; behind the copies of a full half
         self._current = 0
         self._used_bytes = 0
 
     def pieces(self, source: npt.NDArray[Any]) -> Iterator[tuple[int, int, int]]:
-        """Copy a contiguous pageable source piece by piece; each is to be submitted before the next is asked for.
+        """Stage a contiguous source; yield each piece's address, offset in the source and size in bytes.
 
-        Yields:
-            address of the pinned piece, its offset in the source, and its size; bytes.
+        The caller submits each piece before it takes the next one.
         """
         content = source.reshape(-1).view(np.uint8)
         if not self._halves:
-            self._context.refuse_in_capture("the first copy of pageable memory on a stream")
-            self._halves = [self._context.memory.pinned(STAGING_HALF_BYTES, np.uint8) for _ in range(2)]
+            self._context.check_outside_capture("the first copy of pageable memory on a stream")
+            half = ((STAGING_HALF_BYTES,), np.dtype(np.uint8))
+            self._halves = [self._context.memory.pinned(*half) for _ in range(2)]
         at = 0
         while at < content.size:
             if self._used_bytes >= STAGING_HALF_BYTES:
@@ -57,12 +57,12 @@ class Staging:
             self._used_bytes += align_up(count, STAGING_ALIGN_BYTES)
 
     def release(self) -> None:
-        """Begin anew: the stream has been waited for."""
+        """Reuse all staging: the host has waited for the stream."""
         self._used_bytes = 0
         self._events = [None, None]
 
     def _turn(self) -> None:
-        self._context.refuse_in_capture("a copy of more pageable memory than is staged")
+        self._context.check_outside_capture("a copy of more pageable memory than is staged")
         api = self._context.api
         event = api.invoke("cuda.Event", disable_timing=True)
         api.invoke("cuda.runtime.eventRecord", event.ptr, self._stream.ptr)

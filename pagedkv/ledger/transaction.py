@@ -1,0 +1,494 @@
+"""Transactions: from a target to a sequence, or from a sequence to a checkpoint, in all pools or in none.  (C10)
+
+    explain    what would be taken, or the Refusal                    no side effect
+    prepare    reserve in every pool, name the pages of copied        claims only: nothing can be seen, everything
+               tails, lease a row                                     can be given back
+    (device)   copy the committed columns of tails, publish the       the store's work: copies, then tables
+               row's whole membership in every pool
+    commit     Move, Fork or share memberships, publish the result    cannot fail for room
+    abort      give every claim back                                  the source is as it was
+
+What happens to each page of a space with frontier f, full = f / 64 and tail = f % 64 columns:
+
+                         block < full             block = full, tail > 0               beyond
+    Fork (source kept)   one reference more       copied into a private page           -
+    Move                 stays as it is           moved and cut; copied when           released
+                                                  another space references it
+    Snapshot             frozen, one reference    copied into a page of the            - (refused: provisional)
+                         more                     checkpoint; the row keeps its own
+
+So a snapshot changes no table entry of the running sequence, and an aligned frontier copies nothing (C10.6).  Every
+pool follows its own frontier: none is derived from another (C9.9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from pagedkv.errors import MisuseError
+from pagedkv.ledger.active_spaces import ActiveSpaces
+from pagedkv.ledger.continuations import Continuation, Continuations
+from pagedkv.ledger.free_runs import Ids, part_of
+from pagedkv.ledger.growth import LeaseGrowth
+from pagedkv.ledger.kept_spaces import KeptSpaces
+from pagedkv.ledger.sequences import Sequence, Sequences
+from pagedkv.values.config import StoreConfig
+from pagedkv.values.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
+
+Reason = Literal["context", "rows", "pages", "provisional"]
+Kind = Literal["fresh", "move", "fork"]
+
+_NO_IDS: Ids = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class ActivationTarget:
+    """What a sequence is to be able to hold, in tokens, and where it begins.  (C9.2, C10.7)
+
+    Args:
+        prompt_tokens: tokens that will be written before the first is sampled; at least 1 without a source.
+        output_tokens: tokens that may be sampled.
+        source: a retained continuation to go on from; None starts from nothing.
+        frontier: how much of the source: None is all that is committed in each pool, a number is Main's, which is
+            all there is without a backend, and a mapping names every pool (C9.9).
+        keep_source: True leaves the source as it is (Fork), False turns it into the sequence (Move).  A Move ends the
+            source's protection, so `frontier` may lie below it then (C7.8).
+
+    Raises:
+        MisuseError: counts that are no integers or too small, or a frontier without a source.  More than S together
+            is an answer of `explain`, not an error.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    source: Continuation | None = None
+    frontier: int | Mapping[str, int] | None = None
+    keep_source: bool = True
+
+    def __post_init__(self) -> None:
+        low = 1 if self.source is None else 0
+        if type(self.prompt_tokens) is not int or self.prompt_tokens < low:
+            self._refuse_count("prompt_tokens", self.prompt_tokens, low)
+        if type(self.output_tokens) is not int or self.output_tokens < 0:
+            self._refuse_count("output_tokens", self.output_tokens, 0)
+        if type(self.keep_source) is not bool:
+            raise MisuseError("keep_source", expected="True or False", got=repr(self.keep_source),
+                              remedy="say whether the source must survive", clause="C10.7")
+        if self.source is None and (self.frontier is not None or not self.keep_source):
+            raise MisuseError("a frontier, or keep_source=False, without a source", expected="a Continuation as source",
+                              got="None", remedy="name the continuation to go on from", clause="C10.7")
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and whole output budget, behind what comes from the source."""
+        return self.prompt_tokens + self.output_tokens
+
+    def _refuse_count(self, name: str, value: object, low: int) -> None:
+        raise MisuseError(f"an activation with {name}={value!r}", expected=f"an int of at least {low}",
+                          got=repr(value), remedy="pass int(...) of a token count", clause="C9.2")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an activation or a snapshot cannot be honoured: a value, not an error.  (C10.6, C10.9)
+
+    Attributes:
+        pool: the pool that lacks pages, or "rows" when every execution row is leased.
+        needed: pages (or rows) that it takes; the mapped provisional pages where they are the reason.
+        available: pages (or rows) that are free now; the ceiling itself when `forever`.
+        forever: whether waiting cannot help, because the target exceeds what a sequence may reach.
+        reason: "context" (more than S tokens), "rows", "pages", or "provisional" (trim first).
+    """
+
+    pool: str
+    needed: int
+    available: int
+    forever: bool
+    reason: Reason = "pages"
+
+
+class PoolPlan(NamedTuple):
+    """What an activation takes in one pool; a tuple, because a frozen dataclass costs 1.1 us instead of 0.3.
+
+    Attributes:
+        pool: its name.
+        entitlement_pages: membership and reservation together (C9.1).
+        frontier: committed tokens at the start.
+        kept_pages: pages of the source that become members, shared or moved.
+        copied_columns: columns of a partial tail that are copied into a private page; 0 where nothing is copied.
+        claimed_pages: pages that leave available.
+        released_pages: pages of a moved source that come back to available.
+        restored_pages: source pages below the frontier without a Device replica; each claims a page group too (C7.3).
+    """
+
+    pool: str
+    entitlement_pages: int
+    frontier: int = 0
+    kept_pages: int = 0
+    copied_columns: int = 0
+    claimed_pages: int = 0
+    released_pages: int = 0
+    restored_pages: int = 0
+
+
+class ActivationPlan(NamedTuple):
+    """What an activation would take: in each pool, in pool order, and an execution row.  (C10.9)"""
+
+    kind: Kind
+    row: int
+    pools: tuple[PoolPlan, ...]
+
+    @property
+    def entitlement_pages(self) -> tuple[tuple[str, int], ...]:
+        """Entitlement of each pool, in pages."""
+        return tuple((plan.pool, plan.entitlement_pages) for plan in self.pools)
+
+
+@dataclass(frozen=True)
+class TailCopy:
+    """Copy the first `columns` rows of a page group over those of another, in every plane of a pool.  (C10.5)"""
+
+    pool: str
+    source_page: int
+    destination_page: int
+    columns: int
+
+
+class TailClaim(NamedTuple):
+    """A copied tail in one pool, (1,) int32 each: the pinned page, the descriptor and the page group that it fills."""
+
+    source: Ids
+    logical: Ids
+    page_id: Ids
+
+
+@dataclass(eq=False)
+class Transaction:
+    """Claims of an activation or a snapshot that is neither committed nor aborted.
+
+    Attributes:
+        row: the row that is leased, or the row of the sequence that is checkpointed.
+        plans: what is taken in each pool.
+        target: of an activation.
+        sequence, state: of a snapshot, and the caller's handle.
+        copies: to be executed before `tables`.
+        tables: per pool, page group ids of the whole membership, for `row` from block 0 on; none for a snapshot.
+        reserved: per pool, pages that left available, the page of a copied tail included.
+        tails: per pool, where a tail is copied.
+        is_open: written by `Transactions` alone.
+    """
+
+    row: int
+    plans: tuple[PoolPlan, ...]
+    target: ActivationTarget | None = None
+    sequence: Sequence | None = None
+    state: object = None
+    copies: tuple[TailCopy, ...] = ()
+    tables: dict[str, Ids] = field(default_factory=dict)
+    reserved: dict[str, int] = field(default_factory=dict)
+    tails: dict[str, TailClaim] = field(default_factory=dict)
+    is_open: bool = True
+
+    @property
+    def source(self) -> Continuation | None:
+        """The continuation that an activation goes on from."""
+        return None if self.target is None else self.target.source
+
+
+class Transactions:
+    """Explains, prepares, commits and aborts; owns no state of its own.
+
+    A `prepare` or `commit` that breaks off leaves claims that nobody can name: the ledger is then unsettled
+    (`Ledger.unsettled`), and the store that holds it stops.
+    """
+
+    def __init__(
+        self, config: StoreConfig, active: Mapping[str, ActiveSpaces], sequences: Sequences,
+        continuations: Continuations, growth: LeaseGrowth,
+    ) -> None:
+        self.config = config
+        self.active = dict(active)
+        self.sequences = sequences
+        self.continuations = continuations
+        self.growth = growth
+        self._lead_tokens = {pool.name: pool.lead_tokens for pool in config.pools}
+        self._limit_tokens = config.blocks * PAGE_TOKENS
+
+    # ---- explanations -----------------------------------------------------------------------------
+
+    def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
+        """Return what an activation would take, or why it cannot be honoured; no side effects.  (C10.9)"""
+        if not isinstance(target, ActivationTarget):
+            raise MisuseError("a target", expected="an ActivationTarget", got=repr(target),
+                              remedy="pass ActivationTarget(prompt_tokens, output_tokens)", clause="C10.9")
+        frontiers = self._frontiers(target)
+        if target.source is not None and not target.keep_source:
+            self.continuations.require_unpinned(target.source.number, f"Move of {target.source}")
+        base = frontiers["main"]
+        total = base + target.total_tokens
+        if total > self.config.max_context:
+            return Refusal("main", pages_for_tokens(total), self.config.blocks, forever=True, reason="context")
+        row = self.sequences.next_row
+        if row is None:
+            return Refusal("rows", 1, 0, forever=False, reason="rows")
+        plans = []
+        for name, spaces in self.active.items():
+            entitlement = self._full_entitlement(name, total)
+            if self.growth.is_on:
+                entitlement = self.growth.first_pages(entitlement, filled_tokens=base + target.prompt_tokens)
+            plan = self._plan_pool(target, name, frontiers[name], entitlement)
+            available = spaces.pool.available
+            # A tail is copied, and a page restored, before anything of a moved source is released.
+            first_needed = plan.restored_pages + (plan.copied_columns > 0)
+            if plan.claimed_pages > available + plan.released_pages or first_needed > available:
+                return Refusal(name, max(plan.claimed_pages - plan.released_pages, first_needed), available,
+                               forever=False)
+            plans.append(plan)
+        kind: Kind = "fresh" if target.source is None else "fork" if target.keep_source else "move"
+        return ActivationPlan(kind, row, tuple(plans))
+
+    def explain_snapshot(self, sequence: Sequence) -> tuple[PoolPlan, ...] | Refusal:
+        """Return what a snapshot takes in each pool, or why it cannot be taken now; no side effects.  (C10.6)"""
+        for name, spaces in self.active.items():
+            provisional = spaces.provisional_pages(sequence.row)
+            if provisional:
+                return Refusal(name, provisional, 0, forever=False, reason="provisional")
+        plans = []
+        for name, spaces in self.active.items():
+            frontier = spaces.committed_end.item(sequence.row)
+            full, tail = frontier >> PAGE_SHIFT, frontier & PAGE_MASK
+            if tail and not spaces.pool.available:
+                return Refusal(name, 1, 0, forever=False)
+            plans.append(PoolPlan(name, 0, frontier, full, tail, int(tail > 0)))
+        return tuple(plans)
+
+    # ---- claims, commits, aborts ------------------------------------------------------------------
+
+    def prepare(self, target: ActivationTarget, plan: ActivationPlan) -> Transaction:
+        """Claim what an explained target takes in every pool.  (C10.2, C10.3)"""
+        transaction = Transaction(plan.row, plan.pools, target)
+        source = target.source
+        if source is not None:
+            self.continuations.claim(source.number, is_move=not target.keep_source)
+        for part in plan.pools:
+            spaces = self.active[part.pool]
+            pages = part.claimed_pages
+            if part.released_pages:  # what the moved source releases may pay for it, at the commit
+                pages = min(pages, spaces.pool.available)
+            transaction.reserved[part.pool] = pages
+            granted = spaces.pool.try_reserve(pages)
+            assert granted, f"pool {part.pool} changed between plan and reservation"
+            if source is not None:
+                space = self.continuations.kept[part.pool].by_number[source.number]
+                page_ids = spaces.pages.page_ids(part_of(space.index, 0, part.kept_pages))
+                if part.copied_columns:
+                    block = part.frontier >> PAGE_SHIFT
+                    after = int(page_ids[-1]) if page_ids.size else -1
+                    tail = self._claim_tail(transaction, part, space.members[block : block + 1], after)
+                    page_ids = np.concatenate((page_ids, tail.page_id))
+                transaction.tables[part.pool] = page_ids
+        leased = self.sequences.lease_row()
+        assert leased == plan.row, f"row {leased} was leased, {plan.row} was planned"
+        return transaction
+
+    def prepare_snapshot(self, sequence: Sequence, state: object, plans: tuple[PoolPlan, ...]) -> Transaction:
+        """Claim the pages of copied tails in every pool.  (C10.6)"""
+        transaction = Transaction(sequence.row, plans, sequence=sequence, state=state)
+        for part in plans:
+            if part.copied_columns:
+                spaces, block = self.active[part.pool], part.kept_pages
+                granted = spaces.pool.try_reserve(1)
+                assert granted, f"pool {part.pool} changed between plan and reservation"
+                transaction.reserved[part.pool] = 1
+                self._claim_tail(transaction, part, spaces.members[sequence.row, block : block + 1], -1)
+        return transaction
+
+    def require_committable(self, transaction: Transaction, kind: Literal["activation", "snapshot"]) -> None:
+        """Refuse a second commit, a moved source that a transfer uses, a sequence that went on since.  (C7.4, C10.6)"""
+        if not isinstance(transaction, Transaction) or not transaction.is_open:
+            self.require_open(transaction, "commit")
+        target, sequence = transaction.target, transaction.sequence
+        if (sequence is not None) != (kind == "snapshot"):
+            raise MisuseError(f"commit of {kind}", expected="what the prepare of one returned", got="the other kind",
+                              remedy="commit what was prepared", clause="C10.2")
+        if sequence is not None:
+            for part in transaction.plans:
+                frontier = self.active[part.pool].committed_end.item(sequence.row)
+                if frontier != part.frontier:
+                    raise MisuseError(f"commit of a snapshot of {sequence}",
+                                      expected=f"frontier {part.frontier} in pool {part.pool}, as it was prepared",
+                                      got=frontier, remedy="abort it and take another", clause="C10.6")
+        elif target is not None and target.source is not None and not target.keep_source:
+            for part in transaction.plans:
+                pages, tail = self.active[part.pool].pages, transaction.tails.get(part.pool)
+                if pages.pins_total > (0 if tail is None else 2):  # a copied tail pins its source and itself
+                    members = self.continuations.kept[part.pool].by_number[target.source.number].members
+                    others = members if tail is None else np.setdiff1d(members, tail.source)
+                    pages.require_unpinned(f"Move of {target.source}", others)
+
+    def commit_activation(self, transaction: Transaction) -> Sequence:
+        """Publish the sequence; its copies and tables are on the stream.  (C10.3)"""
+        target, row = transaction.target, transaction.row
+        assert target is not None, "an activation has a target"
+        source = target.source
+        transaction.is_open = False
+        for part in transaction.plans:
+            spaces = self.active[part.pool]
+            members = _NO_IDS if source is None else self._take_members(transaction, target, part)
+            missing = part.claimed_pages - transaction.reserved[part.pool]
+            if missing:
+                granted = spaces.pool.try_reserve(missing)
+                assert granted, f"pool {part.pool} lacks pages that the moved source released"
+            if part.copied_columns:
+                members = np.concatenate((members, self._publish_tail(transaction, part, row)))
+            if members.size:
+                spaces.adopt(row, members, transaction.tables[part.pool], frontier=part.frontier,
+                             entitlement_pages=part.entitlement_pages)
+            else:
+                spaces.open(row, entitlement_pages=part.entitlement_pages)
+        for pool, page_ids in transaction.tables.items():
+            if page_ids.size:
+                self.active[pool].events.record("publish", row, 0, page_ids)
+        if source is not None:
+            self.continuations.unclaim(source.number)
+            if not target.keep_source:
+                del self.continuations.states[source.number]
+        total = transaction.plans[0].frontier + target.total_tokens
+        if self.growth.is_on:
+            self.growth.open(row, {name: self._full_entitlement(name, total) for name in self.active})
+        return self.sequences.publish(row, total)
+
+    def commit_snapshot(self, transaction: Transaction) -> Continuation:
+        """Publish the checkpoint; its copies are on the stream.  (C10.6)"""
+        transaction.is_open = False
+        kept: dict[str, tuple[Ids, int]] = {}
+        for part in transaction.plans:
+            spaces = self.active[part.pool]
+            members = spaces.freeze(transaction.row)
+            spaces.pages.share(members)
+            if part.copied_columns:
+                spaces.pages.unpin(transaction.tails[part.pool].source)
+                members = np.concatenate((members, self._publish_tail(transaction, part, None)))
+            kept[part.pool] = members, part.frontier
+        return self.continuations.keep(kept, transaction.state)
+
+    def abort(self, transaction: Transaction) -> None:
+        """Give every claim back: counters, references, pins, rows and the source are as before.  (C10.2)"""
+        transaction.is_open = False
+        if transaction.target is not None:
+            self.sequences.return_row(transaction.row)
+        for part in reversed(transaction.plans):
+            spaces, tail = self.active[part.pool], transaction.tails.get(part.pool)
+            if tail is not None:
+                spaces.pages.unpin(tail.source)
+                spaces.pages.abort_copy(tail.logical)
+                spaces.pool.unbind(tail.page_id)
+            spaces.pool.shrink(transaction.reserved.get(part.pool, 0))
+        if transaction.source is not None:
+            self.continuations.unclaim(transaction.source.number)
+
+    def require_open(self, transaction: Transaction, operation: str) -> None:
+        """Refuse a transaction that was committed or aborted.  (C10.2)"""
+        if not isinstance(transaction, Transaction) or not transaction.is_open:
+            raise MisuseError(f"{operation} of a transaction", expected="one that is prepared",
+                              got="one that has ended", remedy="commit or abort each once", clause="C10.2")
+
+    # ---- plans ------------------------------------------------------------------------------------
+
+    def _frontiers(self, target: ActivationTarget) -> dict[str, int]:
+        """Return the frontier that the target names in each pool; 0 without a source."""
+        if target.source is None:
+            return dict.fromkeys(self.active, 0)
+        # Read once, and before the source is looked up: a caller's mapping may answer otherwise the second time.
+        given = target.frontier
+        if given is not None and isinstance(given, Mapping):
+            given = dict(given)
+        number = self.continuations.require_claimable(target.source, is_move=not target.keep_source)
+        if self.continuations.states[number].state is None:
+            raise MisuseError(f"activation from {target.source}", expected="a continuation with the caller's state",
+                              got="one without: KV presence alone is never a hit",
+                              remedy="attach_state when the state is complete, or recompute", clause="C2.2")
+        committed = {name: kept.by_number[number].frontier for name, kept in self.continuations.kept.items()}
+        if given is None and len(committed) == 1:
+            return committed
+        frontiers = {"main": given} if type(given) is int else committed if given is None else given
+        if not isinstance(frontiers, Mapping) or frontiers.keys() != committed.keys():
+            raise MisuseError(f"frontier {given!r} of {target.source}",
+                              expected=f"None, an int, which is Main's, or a mapping that names {list(committed)}",
+                              got=repr(given), remedy="name every pool: none is derived from another", clause="C9.9")
+        for name, own in committed.items():  # Main first: the others are compared with it
+            tokens = frontiers[name]
+            low, high = (1, own) if name == "main" else (0, min(own, frontiers["main"]))
+            if type(tokens) is not int or not low <= tokens <= high:
+                remedy = "stay within what is committed"
+                if name != "main":
+                    remedy += f", and not beyond Main's: pass frontier={{'main': ..., {name!r}: ...}}"
+                raise MisuseError(f"frontier {tokens!r} of {target.source} in pool {name}",
+                                  expected=f"an int, {low} to {high} tokens", got=repr(tokens), remedy=remedy,
+                                  clause="C10.7")
+        return dict(frontiers)
+
+    def _full_entitlement(self, pool: str, total_tokens: int) -> int:
+        """Return pages of a pool: the whole budget, and the backend's provisional lead, at most L.  (C9.2, C5.6)"""
+        return pages_for_tokens(min(total_tokens + self._lead_tokens[pool], self._limit_tokens))
+
+    def _plan_pool(self, target: ActivationTarget, pool: str, frontier: int, entitlement: int) -> PoolPlan:
+        full, tail = frontier >> PAGE_SHIFT, frontier & PAGE_MASK
+        if target.source is None:
+            return PoolPlan(pool, entitlement, claimed_pages=entitlement)
+        kept = self.continuations.kept[pool]
+        space = kept.by_number[target.source.number]
+        is_moved = not target.keep_source and tail > 0 and int(kept.pages.references[space.members[full]]) == 1
+        pages = full + is_moved
+        restored = 0
+        if kept.pages.has_host_pages:
+            restored = int(np.count_nonzero(kept.pages.device[part_of(space.index, 0, full + (tail > 0))] < 0))
+        released = 0 if target.keep_source else kept.sole_pages(space.members[pages:])
+        return PoolPlan(pool, entitlement, frontier, pages, 0 if is_moved else tail, entitlement - pages + restored,
+                        released, restored)
+
+    # ---- helpers ----------------------------------------------------------------------------------
+
+    def _claim_tail(self, transaction: Transaction, part: PoolPlan, source: Ids, after: int) -> TailClaim:
+        """Name the page of a copied tail, next to page group `after`, and pin its source."""
+        spaces = self.active[part.pool]
+        page_id = spaces.pool.bind(1, after)
+        logical = spaces.pages.describe_copy(page_id, block=part.frontier >> PAGE_SHIFT, columns=part.copied_columns)
+        transaction.tails[part.pool] = tail = TailClaim(source.copy(), logical, page_id)
+        spaces.pages.pin(tail.source)
+        source_page = int(spaces.pages.device[source[0]])
+        transaction.copies += (TailCopy(part.pool, source_page, int(page_id[0]), part.copied_columns),)
+        return tail
+
+    def _publish_tail(self, transaction: Transaction, part: PoolPlan, row: int | None) -> Ids:
+        """Give a copied tail to a row, or (None) to a checkpoint, and return its descriptor."""
+        spaces, tail = self.active[part.pool], transaction.tails[part.pool]
+        spaces.pool.materialize(1)
+        spaces.pages.publish_copy(tail.logical, writer=-1 if row is None else row, active=int(row is not None))
+        spaces.events.record("materialize", row, part.frontier >> PAGE_SHIFT, tail.page_id)
+        return tail.logical
+
+    def _take_members(self, transaction: Transaction, target: ActivationTarget, part: PoolPlan) -> Ids:
+        """Turn pages of the source into members of the row, without the copied tail.  (C10.4, C10.5)"""
+        assert target.source is not None, "a fresh activation has no members"
+        kept: KeptSpaces = self.continuations.kept[part.pool]
+        pages, number = kept.pages, target.source.number
+        if part.copied_columns:
+            pages.unpin(transaction.tails[part.pool].source)
+        if target.keep_source:
+            space = kept.by_number[number]
+            pages.share_active(part_of(space.index, 0, part.kept_pages))
+            return space.members[: part.kept_pages]
+        source_members = kept.take(number).members
+        members = source_members[: part.kept_pages]
+        pages.activate(members)
+        if part.kept_pages > part.frontier >> PAGE_SHIFT:  # the partial tail moves: it is cut, and the row writes it
+            pages.withdraw(members[-1:], part.frontier & PAGE_MASK)
+            pages.thaw(members[-1:], transaction.row)
+        kept.drop(source_members[part.kept_pages :], first_block=part.kept_pages,
+                  pages=source_members.size - part.kept_pages)
+        return members

@@ -1,0 +1,109 @@
+"""Append: K and V rows through the codec into the pages that a block table names.  (C14.4, C4.4)"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from pagedkv.devices.protocol import Array, Stream
+from pagedkv.errors import MisuseError
+from pagedkv.ops.checks import check_aligned, check_array, check_disjoint, describe
+from pagedkv.ops.modules import HasKernels
+from pagedkv.ops.views import PagedKVBatchLayerView, Selectors, check_view
+from pagedkv.values.profiles import ROLES, Profile, plane_schema, resolve_profile
+from pagedkv.values.quantities import ceil_div
+
+APPEND_THREADS = 64
+WARP_LANES = 32
+LANE_DIMS = 16
+LANE_DIMS_BF16 = 8
+
+
+def append(
+    ops: HasKernels, view: PagedKVBatchLayerView, k: Array, v: Array, first_positions: Array, table_rows: Array, *,
+    valid_columns: Array | None = None, stream: Stream,
+) -> None:
+    """Write column j of row b at position first_positions[b] + j, through the view's codec.  (C14.4, C4.4)
+
+    Launches: 1.  Columns at or beyond valid_columns[b] are neither read nor written.
+    """
+    selectors = Selectors(first_positions, table_rows, valid_columns)
+    _check_append(view, k, v, selectors)
+    launch_append(ops, "append_rows", view, k, v, selectors, stream)
+
+
+def append_prefix(
+    ops: HasKernels, view: PagedKVBatchLayerView, k: Array, v: Array, first_positions: Array, counts: Array,
+    table_rows: Array, *, stream: Stream,
+) -> None:
+    """Write the first counts[b] columns of each row; no byte of the rejected tail is read or changed.  (C14.4)
+
+    Launches: 1.  counts: (B,) int32 on the device, 0 <= counts[b] <= W.
+    """
+    selectors = Selectors(first_positions, table_rows, counts, live_name="counts")
+    _check_append(view, k, v, selectors)
+    launch_append(ops, "append_prefix", view, k, v, selectors, stream)
+
+
+def launch_append(
+    ops: HasKernels, kernel: str, view: PagedKVBatchLayerView, k: Array, v: Array, selectors: Selectors,
+    stream: Stream,
+) -> None:
+    """Launch an append of checked arrays."""
+    batch, width, kv_heads, head_dim = k.shape
+    row_lanes = head_dim // (LANE_DIMS if view.storage.is_quantized else LANE_DIMS_BF16)
+    blocks = ceil_div(batch * width * kv_heads, WARP_LANES // row_lanes)
+    arguments = (
+        k, v, *view.arguments, *selectors.arguments(view), np.int32(batch), np.int32(width), np.int32(kv_heads),
+    )
+    kernels = ops.kernels.attention(view.storage, head_dim)
+    kernels[kernel].launch((blocks, 1, 1), (APPEND_THREADS, 1, 1), arguments, stream)
+
+
+def encode_unrotated(
+    ops: HasKernels, profile: str | Profile, kind: Literal["k", "v"], rows: Array, codes: Array, scales: Array, *,
+    stream: Stream,
+) -> None:
+    """Encode rows of values that are taken as rotated already: the entry of codec tests.  (codecs 6)
+
+    Launches: 1.  rows: (N, D) float32; codes: (N, code bytes) uint8; scales: (N, scale bytes) uint8.
+
+    Raises:
+        ConfigError: a profile or head_dim outside C4.5.
+        MisuseError: bf16, which has no codec (codecs 2), another kind, or arrays of another form.
+    """
+    resolved = resolve_profile(profile)
+    if not resolved.is_quantized or kind not in ("k", "v"):
+        raise MisuseError("encoding without rotation", expected="a quantized profile and kind 'k' or 'v'",
+                          got=f"{resolved.name}, {kind!r}", remedy="bf16 rows are copied bit for bit",
+                          clause="codecs 6")
+    check_array("the rows", rows, np.float32, (None, None), "codecs 6")
+    count, head_dim = (int(extent) for extent in rows.shape)
+    row_bytes: dict[str, int] = {plane.role: plane.row_bytes for plane in plane_schema(resolved, head_dim)}
+    check_array("the codes", codes, np.uint8, (count, row_bytes[f"{kind}_code"]), "codecs 6")
+    check_array("the scales", scales, np.uint8, (count, row_bytes[f"{kind}_scale"]), "codecs 6")
+    named = (("the rows", rows), ("the codes", codes), ("the scales", scales))
+    check_aligned(named)
+    check_disjoint(named, writes={"the codes", "the scales"})
+    if not count:
+        return
+    warp_rows = WARP_LANES // (head_dim // LANE_DIMS)
+    arguments = (rows, codes, scales, np.int64(count), np.int32(kind == "v"))
+    kernel = ops.kernels.attention(resolved, head_dim)["encode_unrotated"]
+    kernel.launch((ceil_div(count, warp_rows), 1, 1), (WARP_LANES, 1, 1), arguments, stream)
+
+
+def _check_append(view: PagedKVBatchLayerView, k: Array, v: Array, selectors: Selectors) -> None:
+    check_view(view)
+    check_array("k", k, np.uint16, (None, None, view.num_kv_heads, view.head_dim), "C14.4")
+    batch, width = int(k.shape[0]), int(k.shape[1])
+    if batch < 1 or width < 1:
+        raise MisuseError("k", expected="at least one row and one column", got=describe(k),
+                          remedy="skip the call when there is nothing to append", clause="C14.4")
+    check_array("v", v, np.uint16, k.shape, "C14.4")
+    selectors.check(batch)
+    selectors.check_width(width, view.max_context)
+    rows = (("k", k), ("v", v))
+    check_aligned(rows)
+    check_disjoint((*rows, *selectors.named_arrays, *view.named_arrays), writes=ROLES)

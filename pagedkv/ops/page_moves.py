@@ -1,0 +1,163 @@
+"""Page moves: whole page groups filled, packed, unpacked, or copied in part; and conversions.  (C10.5, C14.4)
+
+The planes of a call are (array, geometry) pairs.  Page ids are (n,) int32 on the device, 0 <= id < N.  The ops trust
+them; n = 0 does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedkv.devices.protocol import Array, Stream
+from pagedkv.errors import MisuseError
+from pagedkv.ops.checks import check_aligned, check_array, check_disjoint, check_planes
+from pagedkv.ops.modules import HasKernels
+from pagedkv.values.planes import PackedPlanes, PlaneGeometry
+from pagedkv.values.quantities import PAGE_TOKENS, ceil_div
+
+CONVERT_THREADS = 256
+FILL_THREADS = 128
+MOVE_PAGES_THREADS = 128
+PAGES_MAX = 1 << 31
+"""Page ids are int32 everywhere on a device (C11.1)."""
+
+Planes = Sequence[tuple[Array, PlaneGeometry]]
+
+
+def zero_pages(ops: HasKernels, planes: Planes, page_ids: Array, *, stream: Stream) -> None:
+    """Clear every byte of the listed page groups in every plane given; launches: one per plane.  (C14.4)"""
+    fill_pages(ops, planes, page_ids, [0] * len(planes), stream=stream)
+
+
+def fill_pages(ops: HasKernels, planes: Planes, page_ids: Array, words: Sequence[int], *, stream: Stream) -> None:
+    """Write words[i] over every four bytes of the listed page groups in plane i.  (C14.4)
+
+    Launches: one per plane.
+
+    Args:
+        words: one 32-bit pattern per plane, 0 to 2^32 - 1.
+    """
+    check_array("the page ids", page_ids, np.int32, (None,), "C14.4")
+    check_planes(planes)
+    if len(words) != len(planes) or any(not 0 <= word < 1 << 32 for word in words):
+        raise MisuseError("the words to fill pages with", expected=f"{len(planes)} numbers of 32 bits",
+                          got=repr(list(words)), remedy="pass one pattern per plane", clause="C14.4")
+    count = int(page_ids.shape[0])
+    if not count:
+        return
+    kernel = ops.kernels.page_moves()["fill_pages"]
+    for (plane, geometry), word in zip(planes, words, strict=True):
+        arguments = (plane, page_ids, *_strides(geometry), np.int32(PAGE_TOKENS * geometry.row_bytes), np.uint32(word))
+        kernel.launch((count, geometry.kv_heads, 1), (FILL_THREADS, 1, 1), arguments, stream)
+
+
+def pack_pages(ops: HasKernels, planes: Planes, page_ids: Array, packed: Array, *, stream: Stream) -> None:
+    """Gather the listed page groups of every plane given, in listed order.  (C14.4, C8.3)
+
+    Launches: one per plane.
+
+    Args:
+        packed: uint8 on the device, at least `PackedPlanes(planes, n).total_bytes`, laid out as that says.
+    """
+    _move_pages(ops, "pack_pages", planes, page_ids, packed, stream)
+
+
+def unpack_pages(ops: HasKernels, planes: Planes, page_ids: Array, packed: Array, *, stream: Stream) -> None:
+    """Scatter packed page groups to the listed ids in every plane given: the reverse of `pack_pages`.  (C14.4)
+
+    Launches: one per plane.  page_ids are distinct.
+    """
+    _move_pages(ops, "unpack_pages", planes, page_ids, packed, stream)
+
+
+def copy_columns(
+    ops: HasKernels, planes: Planes, source: int, destination: int, columns: int, *, stream: Stream
+) -> None:
+    """Copy the first columns of every head of one page group to another, in every plane given.  (C10.5, C14.4)
+
+    What a private tail needs of the page it is copied from: the rest of the destination keeps its bytes.
+
+    Launches: one per plane.  The three numbers are frozen at capture.
+
+    Args:
+        source: page id, 0 <= source < N of every plane; nothing of it changes.
+        destination: another page id, 0 <= destination < N of every plane.
+        columns: committed columns, 1 to 64; behind them nothing is read or written.
+
+    Raises:
+        MisuseError: a number outside its range, or one page id for both.
+    """
+    named = check_planes(planes)
+    pages = min((geometry.pages for _, geometry in planes), default=PAGES_MAX)
+    source = _checked_integer("the source page of copied columns", source, 0, pages - 1)
+    destination = _checked_integer("the destination page of copied columns", destination, 0, pages - 1)
+    columns = _checked_integer("the number of copied columns", columns, 1, PAGE_TOKENS)
+    if source == destination:
+        raise MisuseError("the destination page of copied columns", expected=f"another page than source {source}",
+                          got=str(destination), remedy="copy into a page of its own", clause="C10.5")
+    check_disjoint(named, writes=None)
+    kernel = ops.kernels.page_moves()["copy_columns"]
+    for plane, geometry in planes:
+        arguments = (plane, np.int32(source), np.int32(destination), *_strides(geometry),
+                     np.int32(columns * geometry.row_bytes))
+        kernel.launch((geometry.kv_heads, 1, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
+
+
+def bf16_from_f32(ops: HasKernels, destination: Array, source: Array, *, stream: Stream) -> None:
+    """Round float32 to BF16 bits (uint16): RNE; a NaN keeps sign and upper payload and becomes quiet.  (C14.4)"""
+    _convert(ops, "bf16_from_f32", destination, np.uint16, source, np.float32, stream)
+
+
+def f32_from_bf16(ops: HasKernels, destination: Array, source: Array, *, stream: Stream) -> None:
+    """Promote BF16 bits (uint16) to float32, exactly.  (C14.4)"""
+    _convert(ops, "f32_from_bf16", destination, np.float32, source, np.uint16, stream)
+
+
+def _move_pages(ops: HasKernels, kernel: str, planes: Planes, page_ids: Array, packed: Array, stream: Stream) -> None:
+    check_array("the page ids", page_ids, np.int32, (None,), "C14.4")
+    check_array("the packed pages", packed, np.uint8, (None,), "C14.4")
+    check_aligned([("the packed pages", packed)])
+    named = check_planes(planes)
+    count = int(page_ids.shape[0])
+    if not count:
+        return
+    layout = PackedPlanes(tuple(geometry for _, geometry in planes), count)
+    if packed.nbytes < layout.total_bytes:
+        raise MisuseError("the packed pages", expected=f"at least {layout.total_bytes} bytes for {count} pages",
+                          got=f"{packed.nbytes} bytes", remedy="size it with PackedPlanes.total_bytes", clause="C14.4")
+    is_packing = kernel == "pack_pages"
+    check_disjoint((("the packed pages", packed), ("the page ids", page_ids), *named),
+                   writes=("the packed pages",) if is_packing else [name for name, _ in named])
+    launch = ops.kernels.page_moves()[kernel].launch
+    for (plane, geometry), packed_geometry, offset in zip(planes, layout.planes, layout.offsets_bytes, strict=True):
+        piece = packed[offset : offset + packed_geometry.span_bytes]
+        arguments = (*((piece, plane) if is_packing else (plane, piece)), page_ids, *_strides(packed_geometry),
+                     *_strides(geometry), np.int32(PAGE_TOKENS * geometry.row_bytes))
+        launch((count, geometry.kv_heads, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
+
+
+def _convert(
+    ops: HasKernels, kernel: str, destination: Array, destination_dtype: type[np.generic], source: Array,
+    source_dtype: type[np.generic], stream: Stream,
+) -> None:
+    check_array("the source", source, source_dtype, (None,) * getattr(source, "ndim", 1), "C14.4")
+    check_array("the destination", destination, destination_dtype, source.shape, "C14.4")
+    check_disjoint((("the destination", destination), ("the source", source)), writes=("the destination",))
+    count = int(source.size)
+    if count:
+        grid = (ceil_div(count, CONVERT_THREADS), 1, 1)
+        arguments = (destination, source, np.int64(count))
+        ops.kernels.page_moves()[kernel].launch(grid, (CONVERT_THREADS, 1, 1), arguments, stream)
+
+
+def _strides(geometry: PlaneGeometry) -> tuple[np.int64, np.int64]:
+    return np.int64(geometry.head_stride_bytes), np.int64(geometry.page_stride_bytes)
+
+
+def _checked_integer(name: str, value: object, first: int, last: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not first <= value <= last:
+        raise MisuseError(name, expected=f"an integer from {first} to {last}", got=repr(value),
+                          remedy="take page ids and columns from the ledgers", clause="C10.5")
+    return int(value)

@@ -1,0 +1,227 @@
+"""Streams, events, copies and memory of both devices."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedkv.devices import open_device
+from pagedkv.devices.cpu.device import CpuDevice
+from pagedkv.devices.cuda import device as cuda
+from pagedkv.devices.device import BaseDevice
+from pagedkv.errors import CapacityError, MissingRequirement, MisuseError
+from tests.devices.conftest import Opener
+from tests.kernels.cpu_helpers import captured, launch
+
+
+def test_copies_go_between_device_pinned_and_pageable_memory(device: BaseDevice, rng: np.random.Generator) -> None:
+    """Any pair of which one side is the device's; shapes may differ when bytes agree."""
+    values = rng.integers(0, 1000, (3, 5), np.int32)
+    stream = device.stream()
+    on_device, other = device.empty((3, 5), np.int32), device.empty(15, np.int32)
+    staging, back = device.pinned((3, 5), np.int32), np.zeros((3, 5), np.int32)
+    for destination, source in ((on_device, values), (other, on_device), (staging, other), (back, staging)):
+        device.copy(destination, source, stream)
+
+    assert np.array_equal(values, back)
+
+
+def test_copies_that_do_not_fit_are_refused(device: BaseDevice) -> None:
+    """Size, dtype, contiguity, read-only destinations, pageable on both sides; nothing is written."""
+    stream, target = device.stream(), device.zeros(8, np.int32)
+    frozen = device.pinned(8, np.int32)
+    frozen.flags.writeable = False
+    wrong: list[tuple[Any, Any]] = [
+        (target, np.ones(7, np.int32)),
+        (target, np.ones(8, np.uint32)),
+        (target, np.ones((4, 4), np.int32)[:, ::2]),
+        (target[::2], np.ones(4, np.int32)),
+        (np.zeros(8, np.int32), np.ones(8, np.int32)),
+        (frozen, np.ones(8, np.int32)),
+        (target, [1] * 8),
+    ]
+    for destination, source in wrong:
+        with pytest.raises(MisuseError, match="copy was refused"):
+            device.copy(destination, source, stream)
+
+    assert not target.any()
+
+
+def test_every_submission_counts_one_driver_call(device: BaseDevice) -> None:
+    """Launch, copy, call, record, wait, query, both synchronizations, graph launch and upload."""
+    stream, event = device.stream(), device.event()
+    target, source = device.zeros(4, np.int32), device.zeros(4, np.int32)
+    graph = captured(device, stream, lambda: device.copy(target, source, stream))
+    before = device.driver_calls
+    steps: list[Any] = [
+        lambda: launch(device, "nothing", 'extern "C" __global__ void nothing() {}', 1, 1),
+        lambda: device.copy(target, source, stream),
+        lambda: device.call(stream, clear, target),
+        lambda: stream.record(event),
+        lambda: stream.wait(event),
+        event.query,
+        event.synchronize,
+        stream.synchronize,
+        lambda: graph.launch(stream),
+        lambda: graph.upload(stream),
+    ]
+    counts = []
+    for step in steps:
+        step()
+        counts.append(device.driver_calls - before)
+
+    assert counts == list(range(1, len(steps) + 1))
+
+
+def clear(target: Any) -> None:
+    target[:] = 0
+
+
+def test_events_have_passed_in_eager_mode(device: BaseDevice) -> None:
+    """Recorded or not: CUDA calls an event that was never recorded complete."""
+    stream, other, event = device.stream(), device.stream(), device.event()
+    assert event.query()
+    stream.record(event)
+    other.wait(event)
+    event.synchronize()
+
+    assert event.query()
+    maker: Any = stream.device
+    assert maker is device
+    assert not stream.is_capturing
+
+
+def test_events_of_another_device_are_refused(device: BaseDevice, other: BaseDevice) -> None:
+    """Recording and waiting name what is expected."""
+    stream = device.stream()
+    for use in (stream.record, stream.wait):
+        with pytest.raises(MisuseError, match="expected an event of this device"):
+            use(other.event())
+
+
+@pytest.mark.parametrize("align_bytes", [1, 2, 16, 256, 4096])
+def test_arrays_end_at_the_guard_within_their_alignment(cpu: CpuDevice, align_bytes: int) -> None:
+    """The address is a multiple of the alignment, and the slack behind the data is smaller than it."""
+    for count in (1, 255, 4096, 4097):
+        array = cpu.empty(count, np.uint8, align_bytes=align_bytes)
+        address = cpu.address(array)
+        slack = -(address + count) % 4096
+
+        assert address % align_bytes == 0
+        assert slack < align_bytes
+
+
+def test_allocations_that_make_no_sense_are_refused(device: BaseDevice) -> None:
+    """Alignment, objects, negative extents, and more than there is."""
+    for arguments, options in (
+        ((8, np.int32), {"align_bytes": 3}), ((8, np.int32), {"align_bytes": 8192}), ((8, np.object_), {}),
+        (((4, -1), np.int32), {}),
+    ):
+        with pytest.raises(MisuseError, match="an allocation was refused"):
+            device.empty(*arguments, **options)  # type: ignore[arg-type]
+    with pytest.raises(CapacityError):
+        device.zeros(1 << 50, np.uint8)
+
+
+def test_empty_arrays_are_legal(device: BaseDevice) -> None:
+    """Zero extents and zero dimensions."""
+    stream = device.stream()
+    nothing = device.empty((0, 4), np.float32)
+    device.copy(nothing, np.zeros((4, 0), np.float32), stream)
+    single = device.zeros((), np.int64)
+    single[()] = 5
+
+    assert (0, 5) == (nothing.size, int(single))
+
+
+def test_memory_returns_with_the_last_view(cpu: CpuDevice) -> None:
+    """A view keeps the mapping; the count of allocated bytes falls with the last view."""
+    memory = cpu._context.memory
+    array = cpu.empty(1000, np.uint8)
+    view = array[100:]
+    del array
+    gc.collect()
+    held = memory.allocated_bytes
+    del view
+    gc.collect()
+
+    assert (1000, 0) == (held, memory.allocated_bytes)
+
+
+def test_memory_bytes_are_this_hosts(cpu: CpuDevice) -> None:
+    """Free and total, with free within total."""
+    free, total = cpu.memory_bytes()
+
+    assert 0 < free <= total
+
+
+def test_the_address_of_a_foreign_array_is_refused(device: BaseDevice) -> None:
+    """A kernel could not use it."""
+    with pytest.raises(MisuseError, match="expected an array of this device"):
+        device.address(np.zeros(4))
+
+
+def no_cupy() -> None:
+    """Stand for a machine without a GPU."""
+    raise MissingRequirement("device cuda", expected="a GPU", got="no GPU", remedy="use device 'cpu'", clause="C12.4")
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_open_device_says_which_and_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, with the reason; the result keeps the protocol."""
+    monkeypatch.setattr(cuda, "find_cupy", no_cupy)
+    device = open_device(name)
+    line = device.description
+    device.close()
+
+    assert line.startswith("cpu device: kernels as fibers on ")
+    assert "\n" not in line
+    assert line.endswith("; asked for" if name == "cpu" else "; chosen because there is no cuda device: no GPU")
+
+
+def test_open_device_refuses_what_it_cannot_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuda says what is missing; another name is misuse."""
+    monkeypatch.setattr(cuda, "find_cupy", no_cupy)
+    with pytest.raises(MissingRequirement, match="use device 'cpu'"):
+        open_device("cuda")
+    with pytest.raises(MisuseError, match="one of"):
+        open_device("tpu")
+
+
+@pytest.mark.parametrize("options", [{"order": "sideways"}, {"threads": 0}, {"threads": 257}, {"checks": "everything"}])
+def test_settings_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    """At construction, by name."""
+    with pytest.raises(MisuseError, match="of the cpu device was refused"):
+        CpuDevice(**options)
+
+
+def test_a_forked_child_refuses_the_device_and_may_open_its_own(opener: Opener) -> None:
+    """Helper threads do not survive a fork."""
+    text = 'extern "C" __global__ void one(int* out) { out[threadIdx.x] = 1; }'
+    with opener(threads=2) as device:
+        out = device.zeros(32, np.int32)
+        launch(device, "one", text, 1, 32, (out,))
+        child = os.fork()
+        if child == 0:
+            os._exit(child_of_fork(device, opener, text))
+        _, status = os.waitpid(child, 0)
+        launch(device, "one", text, 1, 32, (out,))
+
+        assert os.waitstatus_to_exitcode(status) == 7
+
+
+def child_of_fork(device: BaseDevice, opener: Opener, text: str) -> int:
+    try:
+        device.stream()
+    except MisuseError as error:
+        if "after fork" not in str(error):
+            return 1
+        with opener(threads=2) as own:
+            out = own.zeros(32, np.int32)
+            launch(own, "one", text, 100, 32, (out,))
+            return 7 if out.all() else 2
+    return 3

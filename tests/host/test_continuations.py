@@ -1,0 +1,449 @@
+"""Continuations: retained, protected, truncated, released; every handle that outlived one is refused.  (C7.8, C9.8)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pagedkv.errors import MisuseError, StaleHandle
+from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.ledger import Ledger
+from pagedkv.ledger.transaction import ActivationTarget
+from pagedkv.values.config import Backend
+from tests.host.builders import begin, counts, leave_broken, trim
+from tests.host.refusals import differences, observables, refused
+from tests.host.sharing import BACKENDS, MTP, SharedLedger
+
+# ---- retain ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130, 256])
+def test_retaining_keeps_membership_and_frontier_and_gives_up_the_rest(backend: Backend | None, tokens: int) -> None:
+    """Row free, reservation 0, available grows by it; no writer; all that is committed is protected.  (C9.8, C7.8)"""
+    store = SharedLedger(backend=backend)
+    sequence = store.start(256)
+    store.append(sequence, dict.fromkeys(store.ledger.active, tokens))
+    read = {pool: store.read(sequence, pool) for pool in store.ledger.active}
+    seen = {pool: (store.logical(sequence, pool), store.column("content", sequence, pool),
+                   store.column("serial", sequence, pool)) for pool in store.ledger.active}
+    free = {pool: store.available(pool) for pool in store.ledger.active}
+    reserved = {pool: spaces.pool.reserved for pool, spaces in store.ledger.active.items()}
+    kept = store.finish(sequence)
+
+    cover = [64] * (tokens // 64) + [tokens % 64] * (tokens % 64 > 0)
+    for pool, spaces in store.ledger.active.items():
+        assert seen[pool] == (store.logical(kept, pool), store.column("content", kept, pool),
+                              store.column("serial", kept, pool))
+        assert store.read(kept, pool) == read[pool]
+        assert (spaces.pool.reserved, store.available(pool) - free[pool]) == (0, reserved[pool])
+        assert (store.column("committed", kept, pool), store.column("protected", kept, pool)) == (cover, cover)
+        assert store.column("protectors", kept, pool) == [int(columns == 64) for columns in cover]
+        assert store.column("writer", kept, pool) == [-1] * len(cover)
+        assert store.column("active", kept, pool) == [0] * len(cover)
+        assert store.space(kept, pool).protected_frontier == tokens
+    assert len(store.ledger.sequences.active_rows()) == 0
+
+
+def test_retaining_trims_what_is_provisional_in_every_pool() -> None:
+    """Mapped pages behind the frontiers go back first: a rejected draft leaves no coverage.  (C9.8, C13.3, S85)"""
+    store = SharedLedger(backend=MTP)
+    sequence = store.start(256)
+    unit, _ = begin(store.ledger, sequence, {"main": 250, "mtp": 200})
+    store.ledger.commit_unit(unit, {"main": 66, "mtp": 64})
+    kept = store.finish(sequence)
+
+    assert (store.frontier(kept), store.frontier(kept, "mtp")) == (66, 64)
+    assert (len(store.logical(kept)), len(store.logical(kept, "mtp"))) == (2, 1)
+    assert [counts(store.ledger, pool)[:2] for pool in ("main", "mtp")] == [(2, 0), (1, 0)]
+
+
+def test_a_backend_without_a_token_is_retained_as_nothing() -> None:
+    """Its frontier is 0: no page, and a later activation begins there.  (C9.9)"""
+    store = SharedLedger(backend=MTP)
+    kept = store.retain({"main": 70, "mtp": 0})
+    assert (store.logical(kept, "mtp"), store.frontier(kept, "mtp")) == ([], 0)
+
+    store.ledger.protect(kept, 0, "mtp")
+    store.ledger.truncate_continuation(kept, 0, "mtp")
+    sequence = store.go_on(kept, 5, keep_source=False)
+    store.append(sequence, {"main": 5, "mtp": 75})
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_continuation_goes_on_in_any_row(keep: bool) -> None:
+    """The table of the new row equals the membership's order.  (C9.7; vector 43)"""
+    store = SharedLedger()
+    kept = store.retain(130)
+    blocker = store.start(1)
+    sequence = store.go_on(kept, 60, keep_source=keep)
+    store.append(sequence, 60)
+
+    assert (blocker.row, sequence.row) == (0, 1)
+    mirror = store.ledger.active["main"].table[1]
+    assert mirror[:3].tolist() == store.page_ids(sequence)
+
+
+@pytest.mark.parametrize("state", [None, "s"])
+def test_a_state_is_for_a_continuation(state: object) -> None:
+    """`finish` without retain has nothing to attach it to; with it, None is no state.  (C9.8, C2.2)"""
+    store = SharedLedger()
+    sequence = store.start(100)
+    store.append(sequence, 70)
+    if state is not None:
+        with refused(MisuseError, "C9.8", store.ledger):
+            store.ledger.finish(sequence, state=state)
+    kept = store.finish(sequence, state=state)
+
+    assert store.ledger.continuations.states[kept.number].state is state
+
+
+# ---- release and handles ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_continuations_are_released_in_any_order(order: tuple[int, ...]) -> None:
+    """A page goes back with its last reference; what is left reads as before.  (C9.8; vector 56)"""
+    store = SharedLedger(max_context=256, backend=MTP)
+    first = store.retain({"main": 200, "mtp": 130})
+    second = store.finish(store.go_on(first, frontier={"main": 130, "mtp": 64}))
+    running = store.go_on(second, 100)
+    store.append(running, {"main": 70, "mtp": 70})
+    third = store.finish(running)
+    held = [first, second, third]
+    read = {handle: (store.read(handle), store.read(handle, "mtp")) for handle in held}
+
+    for index in order:
+        store.release(held[index])
+        read.pop(held[index])
+        store.check()
+        assert read == {handle: (store.read(handle), store.read(handle, "mtp")) for handle in read}
+        assert [handle.number for handle in store.ledger.continuations.handles()] == [h.number for h in read]
+    assert all(spaces.pool.available == spaces.pool.capacity for spaces in store.ledger.active.values())
+
+
+USES: dict[str, Callable[[Ledger, Continuation], object]] = {
+    "release": lambda ledger, kept: ledger.release(kept),
+    "protect": lambda ledger, kept: ledger.protect(kept, 0, "main"),
+    "truncate": lambda ledger, kept: ledger.truncate_continuation(kept, 1, "main"),
+    "attach_state": lambda ledger, kept: ledger.attach_state(kept, "s"),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("end", ["release", "move"])
+def test_a_handle_that_outlived_its_continuation_is_refused(
+    end: str, use: Callable[[Ledger, Continuation], object]
+) -> None:
+    """Twice, and after its pages serve another: nothing changes.  (C9.8, S25, S35, S37)"""
+    store = SharedLedger()
+    kept = store.retain(130)
+    if end == "release":
+        store.release(kept)
+    else:
+        store.end(store.go_on(kept, keep_source=False))
+    other = store.retain(130)
+    assert other.number != kept.number
+
+    for _ in range(2):
+        with refused(StaleHandle, "C9.8", store.ledger):
+            use(store.ledger, kept)
+    assert store.frontier(other) == 130
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("bad", [None, 1, "kept", Continuation(2, 1), Continuation(1, 2), Continuation(1, True)])
+def test_only_a_handle_of_this_store_names_a_continuation(
+    bad: object, use: Callable[[Ledger, Continuation], object]
+) -> None:
+    """Something else, another store's, a number that was never given out.  (C9.8)"""
+    store = SharedLedger()
+    store.retain(130)
+
+    with refused(StaleHandle if isinstance(bad, Continuation) else MisuseError, "C9.8", store.ledger):
+        use(store.ledger, bad)  # type: ignore[arg-type]
+
+
+def test_releasing_while_a_transfer_reads_a_page_is_refused_in_every_pool() -> None:
+    """The pin is in the second pool: the first keeps its pages too.  (C7.4, C10.2)"""
+    store = SharedLedger(backend=MTP)
+    kept = store.retain({"main": 130, "mtp": 100})
+    spaces = store.ledger.active["mtp"]
+    pinned = store.space(kept, "mtp").members[1:]
+    spaces.pages.pin(pinned)
+    with refused(MisuseError, "C7.4", store.ledger):
+        store.ledger.release(kept)
+    with refused(MisuseError, "C9.10", store.ledger):
+        store.ledger.truncate_continuation(kept, 64, "mtp")
+    store.ledger.protect(kept, 0, "mtp")
+    with refused(MisuseError, "C7.4", store.ledger):
+        store.ledger.truncate_continuation(kept, 64, "mtp")
+    spaces.pages.unpin(pinned)
+    store.ledger.truncate_continuation(kept, 64, "mtp")
+    store.release(kept)
+
+
+# ---- protect ---------------------------------------------------------------------------------------------
+
+
+def test_protection_is_rebuilt_when_it_goes_down_and_up() -> None:
+    """At 65: {64, 1}; at 32: {32, 0}; back at 65.  (C7.8; vector 37)"""
+    store = SharedLedger()
+    kept = store.retain(130)
+    seen = []
+    for tokens in (65, 32, 65, 0, 64, 130):
+        store.ledger.protect(kept, tokens, "main")
+        seen.append(store.column("protected", kept))
+        assert store.space(kept).protected_frontier == tokens
+        store.check()
+
+    assert seen == [[64, 1, 0], [32, 0, 0], [64, 1, 0], [0, 0, 0], [64, 0, 0], [64, 64, 2]]
+
+
+@pytest.mark.parametrize(("committed", "tokens"), [
+    *((130, tokens) for tokens in (-1, 131, 1.0, True, None)), *((128, tokens) for tokens in (129, 192, 1000)),
+])
+def test_only_what_is_committed_is_protected(committed: int, tokens: int) -> None:
+    """0 to the frontier, also where no page behind it could refuse; whole tokens, in an enabled pool.  (C7.8)"""
+    store = SharedLedger()
+    kept = store.retain(committed)
+
+    with refused(MisuseError, "C7.8", store.ledger):
+        store.ledger.protect(kept, tokens, "main")
+    with refused(MisuseError, "C3.3", store.ledger):
+        store.ledger.protect(kept, 1, "mtp")
+
+
+def test_a_page_protects_the_most_of_what_its_inactive_spaces_protect() -> None:
+    """Three continuations on the same two pages, lowered and released one after another.  (C7.8)"""
+    store = SharedLedger(max_context=320)
+    first = store.retain(200)
+    second = store.finish(store.go_on(first, frontier=128))
+    third = store.finish(store.go_on(first, frontier=192))
+    pages = store.logical(first)
+    ledger = store.ledger
+
+    def protected() -> tuple[list[int], list[int]]:
+        found = ledger.active["main"].pages
+        store.check()
+        return found.protected[pages].tolist(), found.protectors[pages].tolist()
+
+    assert protected() == ([64, 64, 64, 8], [3, 3, 2, 0])
+    ledger.protect(first, 70, "main")
+    assert protected() == ([64, 64, 64, 0], [3, 2, 1, 0])
+    ledger.protect(third, 100, "main")
+    assert protected() == ([64, 64, 0, 0], [3, 1, 0, 0])
+    ledger.protect(second, 0, "main")
+    assert protected() == ([64, 36, 0, 0], [2, 0, 0, 0])
+    ledger.protect(first, 10, "main")
+    assert protected() == ([64, 36, 0, 0], [1, 0, 0, 0])
+    ledger.protect(first, 101, "main")
+    assert protected() == ([64, 37, 0, 0], [2, 0, 0, 0])
+    store.release(third)
+    assert protected() == ([64, 37, 0, 0], [1, 0, 0, 0])
+    ledger.protect(second, 20, "main")
+    assert protected() == ([64, 37, 0, 0], [1, 0, 0, 0])
+    ledger.protect(first, 5, "main")
+    assert protected() == ([20, 0, 0, 0], [0, 0, 0, 0])
+    store.go_on(second, keep_source=False)
+    assert protected() == ([5, 0, 0, 0], [0, 0, 0, 0])
+
+
+def test_a_running_sequence_protects_nothing() -> None:
+    """A Move takes the protection of its space away, and leaves that of the others.  (C7.8, C10.4)"""
+    store = SharedLedger()
+    kept = store.retain(130)
+    store.go_on(kept, frontier=64)
+    assert store.column("protected", kept) == [64, 64, 2]
+    sequence = store.go_on(kept, keep_source=False)
+
+    assert store.column("protected", sequence) == [0, 0, 0]
+
+
+# ---- truncate a continuation -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 63, 64, 65, 127, 128, 129, 130])
+def test_truncating_a_continuation_drops_pages_and_cuts_one(tokens: int) -> None:
+    """Pages behind go to available; the page cut inside gets a new content epoch, and no other.  (C9.10, C7.6)"""
+    store = SharedLedger()
+    kept = store.retain(130)
+    read, contents, free = store.read(kept), store.column("content", kept), store.available()
+    store.ledger.protect(kept, 0, "main")
+    store.ledger.truncate_continuation(kept, tokens, "main")
+    store.poison()
+
+    pages = -(-tokens // 64)
+    assert (store.frontier(kept), len(store.logical(kept))) == (tokens, pages)
+    assert store.available() == free + 3 - pages
+    assert store.read(kept) == read[:tokens]
+    cut = tokens < 130 and tokens % 64 > 0
+    assert store.column("content", kept)[: pages - cut] == contents[: pages - cut]
+    assert not cut or store.column("content", kept)[-1] > max(contents)
+    store.check()
+    store.ledger.attach_state(kept, "state")
+    store.append(store.go_on(kept, 5, keep_source=False), 5)
+
+
+def test_a_state_goes_with_the_frontier_of_main_that_it_was_complete_at() -> None:
+    """KV presence at another is no hit; an equal frontier, and a backend's, leave the state.  (C2.2, C16.16)"""
+    store = SharedLedger(backend=MTP)
+    kept = store.retain({"main": 130, "mtp": 100})
+    for pool in ("main", "mtp"):
+        store.ledger.protect(kept, 0, pool)
+    store.ledger.truncate_continuation(kept, 130, "main")
+    store.ledger.truncate_continuation(kept, 90, "mtp")
+    assert store.ledger.continuations.states[kept.number].state == "complete"
+
+    store.ledger.truncate_continuation(kept, 129, "main")
+    with refused(MisuseError, "C2.2", store.ledger, match="attach_state"):
+        store.ledger.transactions.explain(ActivationTarget(1, 0, kept))
+    store.ledger.attach_state(kept, "another")
+    store.go_on(kept)
+
+
+def test_truncating_below_what_is_protected_is_refused_until_it_is_lowered() -> None:
+    """Retaining protects all of it.  (C7.8, C9.10; vector 39)"""
+    store = SharedLedger()
+    kept = store.retain(130)
+    for tokens in (1, 64, 128, 129):  # at 64 and 128 whole pages would go, and none is cut inside
+        with refused(MisuseError, "C9.10", store.ledger, match=r"expected 130 \(protected\) to 130 tokens"):
+            store.ledger.truncate_continuation(kept, tokens, "main")
+    store.ledger.protect(kept, 100, "main")
+    with refused(MisuseError, "C9.10", store.ledger):
+        store.ledger.truncate_continuation(kept, 99, "main")
+
+    store.ledger.truncate_continuation(kept, 100, "main")
+    assert store.column("committed", kept) == store.column("protected", kept) == [64, 36]
+
+
+@pytest.mark.parametrize("tokens", [-1, 131, 0, 1.5])
+def test_a_truncate_lowers_and_leaves_main_a_token(tokens: int) -> None:
+    """Not up, not below 0, and 0 is what `release` is for.  (C9.10)"""
+    store = SharedLedger()
+    kept = store.retain(130)
+    store.ledger.protect(kept, 0, "main")
+
+    with refused(MisuseError, "C9.10", store.ledger):
+        store.ledger.truncate_continuation(kept, tokens, "main")
+    with refused(MisuseError, "C3.3", store.ledger):
+        store.ledger.truncate_continuation(kept, 1, "mtp")
+
+
+def test_a_backend_is_truncated_to_nothing_and_main_is_not_touched() -> None:
+    """Every truncate names its pool.  (C9.9)"""
+    store = SharedLedger(backend=MTP)
+    kept = store.retain({"main": 130, "mtp": 100})
+    main = store.read(kept)
+    store.ledger.protect(kept, 0, "mtp")
+    assert store.column("protected", kept) == [64, 64, 2]
+    store.ledger.truncate_continuation(kept, 0, "mtp")
+
+    assert (store.frontier(kept, "mtp"), store.read(kept), store.frontier(kept)) == (0, main, 130)
+    store.check()
+    store.go_on(kept, 5)
+
+
+@pytest.mark.parametrize("holder", ["continuation", "sequence"])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127])
+def test_truncating_a_continuation_inside_or_across_a_shared_page_is_refused(holder: str, tokens: int) -> None:
+    """Until the other space let go; behind the shared pages it is allowed.  (C9.10, C16.8)"""
+    store = SharedLedger()
+    kept = store.retain(200)
+    other = store.go_on(kept, frontier=128)
+    if holder == "continuation":
+        saved = store.finish(other)
+    store.ledger.protect(kept, 0, "main")
+    with refused(MisuseError, "C9.10", store.ledger):
+        store.ledger.truncate_continuation(kept, tokens, "main")
+    store.ledger.truncate_continuation(kept, 130, "main")
+    store.ledger.truncate_continuation(kept, 128, "main")
+    if holder == "continuation":
+        store.release(saved)
+    else:
+        store.end(other)
+
+    store.ledger.truncate_continuation(kept, tokens, "main")
+    assert store.frontier(kept) == tokens
+
+
+# ---- truncate and trim of an active row that shares -------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 127])
+@pytest.mark.parametrize("how", ["fork", "snapshot", "move"])
+def test_truncating_a_row_inside_or_across_a_shared_page_is_refused(how: str, tokens: int) -> None:
+    """However it came to share; and allowed again after the other space was released.  (C9.10, C16.7)"""
+    store = SharedLedger()
+    if how == "snapshot":
+        sequence = store.start(200)
+        store.append(sequence, 130)
+        other = store.snapshot(sequence)
+    else:
+        kept = store.retain(130)
+        other = kept if how == "fork" else store.finish(store.go_on(kept))
+        sequence = store.go_on(kept, 70, keep_source=how == "fork")
+    read = store.read(sequence)
+    with refused(MisuseError, "C9.10", store.ledger):
+        store.ledger.truncate(sequence, tokens, "main")
+    store.ledger.truncate(sequence, 129, "main")
+    store.ledger.truncate(sequence, 128, "main")
+    store.release(other)
+    contents = store.column("content", sequence)
+
+    store.ledger.truncate(sequence, tokens, "main")
+
+    assert store.read(sequence) == read[:tokens]
+    pages = -(-tokens // 64)
+    assert store.column("writer", sequence) == [-1] * (tokens // 64) + [sequence.row] * (tokens % 64 > 0)
+    assert store.column("content", sequence)[: tokens // 64] == contents[: tokens // 64]
+    assert len(store.logical(sequence)) == pages
+    store.check()
+    store.append(sequence, 200 - tokens)
+    assert store.read(sequence)[:tokens] == read[:tokens]
+
+
+def test_a_trim_never_touches_a_shared_page() -> None:
+    """Shared pages are full and committed, so they lie below every frontier that a trim keeps.  (C9.6)"""
+    store = SharedLedger()
+    kept = store.retain(128)
+    sequence = store.go_on(kept, 100)
+    unit, _ = begin(store.ledger, sequence, 100)
+    store.ledger.commit_unit(unit, {"main": 0})
+    assert len(store.logical(sequence)) == 4
+
+    assert trim(store.ledger, sequence) == 2
+    assert store.logical(sequence) == store.logical(kept)
+
+
+def test_a_trim_that_meets_a_page_of_another_space_is_refused_whole() -> None:
+    """No operation leaves one there; were it there, nothing would be trimmed in any row.  (C9.6)"""
+    store = SharedLedger()
+    first, second = store.start(200), store.start(200)
+    unit, _ = store.ledger.begin_unit("step", store.ledger.batch([first, second]), {"main": 150})
+    store.ledger.commit_unit(unit, {"main": 1})
+    spaces = leave_broken(store.ledger).active["main"]
+    spaces.pages.references[spaces.members[second.row, 2]] = 2
+
+    with refused(MisuseError, "C9.10", store.ledger):
+        store.ledger.trim(store.ledger.batch([first, second]), "main")
+
+
+def test_retaining_and_moving_a_hundred_times_leaks_nothing() -> None:
+    """S28, S33: pages, descriptors, rows and pins are where they began.  (C10.4)"""
+    store = SharedLedger(backend=MTP)
+    before = observables(store.ledger)
+    kept = store.retain({"main": 130, "mtp": 70})
+    for _ in range(100):
+        sequence = store.go_on(kept, 10, keep_source=False)
+        store.append(sequence, {"main": 10, "mtp": 10})
+        store.ledger.truncate(sequence, 130, "main")
+        store.ledger.truncate(sequence, 70, "mtp")
+        kept = store.finish(sequence)
+        store.check()
+    store.release(kept)
+
+    grown = ("stamp", "_number_next")
+    changed = differences(before, observables(store.ledger))
+    assert [line for line in changed if not any(name in line for name in grown)] == []

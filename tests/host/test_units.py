@@ -1,0 +1,274 @@
+"""What a unit in flight freezes, and how it ends.  (C9.5, C12)"""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle, UnitInFlight
+from pagedkv.ledger.ledger import Ledger
+from pagedkv.ledger.sequences import Sequence
+from pagedkv.values.config import MTPBackend
+from tests.host.builders import activate, begin, counts, frontier, make_ledger, mapped, trim, write
+from tests.host.refusals import refused
+
+
+def running(count: int = 1, *, tokens: int = 200, **options: object) -> tuple[Ledger, list[Sequence]]:
+    """Return a ledger with sequences of 200 tokens; options as of `make_ledger`."""
+    ledger = make_ledger(**options)  # type: ignore[arg-type]
+    return ledger, [activate(ledger, tokens) for _ in range(count)]
+
+
+# ---- frozen rows ---------------------------------------------------------------------------------------------
+
+
+def test_rows_are_bits_of_one_integer() -> None:
+    """Any number of rows, in any order.  (C12.1)"""
+    ledger, sequences = running(70, tokens=1, max_context=64, max_concurrency=70)
+
+    assert ledger.batch([sequences[69], sequences[0], sequences[3]]).rows_mask == 1 << 69 | 0b1001
+    unit, _ = begin(ledger, [sequences[69]], 1)
+    assert ledger.units.rows_in_flight == 1 << 69
+    with refused(UnitInFlight, "C12.2", ledger, match="row 69"):
+        ledger.finish(sequences[69])
+    ledger.finish(sequences[0])
+    ledger.commit_unit(unit, {"main": 1})
+
+
+def test_a_row_in_flight_refuses_every_change_and_names_row_and_unit() -> None:
+    """finish, trim, truncate and another unit, until completion; a unit without columns freezes too.  (C12.1, C12.2)"""
+    ledger, sequences = running(2)
+    write(ledger, sequences, 70)
+    both = ledger.batch(sequences)
+    for columns in (1, 0):
+        unit, slices = ledger.begin_unit("decode", ledger.batch(sequences[:1]), {"main": columns})
+        assert slices == {}
+        with refused(UnitInFlight, "C12.2", ledger, match=f"finish of row 0 .* unit {unit.label} until") as caught:
+            ledger.finish(sequences[0])
+        assert caught.value.fields == {"row": 0, "unit": unit.label}
+        with refused(UnitInFlight, "C12.2", ledger, match="trim of row 0 of pool main"):
+            ledger.trim(both, "main")
+        with refused(UnitInFlight, "C12.2", ledger, match="truncate of row 0 of pool main"):
+            ledger.truncate(sequences[0], 5, "main")
+        with refused(UnitInFlight, "C12.2", ledger, match="a unit of row 0"):
+            ledger.begin_unit("prefill", both, {"main": 1})
+        ledger.commit_unit(unit, {"main": columns})
+    assert frontier(ledger, sequences[0]) == 71
+    ledger.truncate(sequences[0], 5, "main")
+    ledger.finish(sequences[0])
+
+
+def test_a_refusal_names_the_unit_of_its_first_row() -> None:
+    """Two units in flight, the later one on row 0: each row names its own, a batch of both names row 0.  (C12.2)"""
+    ledger, sequences = running(2)
+    units = [ledger.begin_unit(name, ledger.batch([sequence]), {"main": 1})[0]
+             for name, sequence in zip("ab", reversed(sequences), strict=True)]
+
+    with refused(UnitInFlight, "C12.2", ledger, match="row 1 .* unit a#1"):
+        ledger.finish(sequences[1])
+    with refused(UnitInFlight, "C12.2", ledger, match="row 0 .* unit b#2") as caught:
+        begin(ledger, sequences, 1)
+    assert caught.value.fields == {"row": 0, "unit": "b#2"}
+    ledger.fail_unit(units[1])
+    ledger.finish(sequences[0])
+    with refused(UnitInFlight, "C12.2", ledger, match="row 1 .* unit a#1"):
+        ledger.finish(sequences[1])
+
+
+def test_rows_outside_the_unit_are_free_to_change() -> None:
+    """Only selected rows are frozen.  (C12.1)"""
+    ledger, sequences = running(3, max_concurrency=3)
+    write(ledger, sequences, 130)
+    unit, _ = begin(ledger, sequences[0], 1)
+
+    ledger.truncate(sequences[1], 3, "main")
+    ledger.finish(sequences[2])
+    write(ledger, sequences[1], 1)
+    ledger.commit_unit(unit, {"main": 1})
+
+    assert (frontier(ledger, sequences[0]), frontier(ledger, sequences[1])) == (131, 4)
+
+
+def test_a_refused_unit_freezes_nothing() -> None:
+    """No pool, or beyond the entitlement: the row can be finished at once, and numbers have no hole.  (C9.3, C9.4)"""
+    ledger, (sequence,) = running(tokens=100)
+
+    with refused(MisuseError, "C9.4", ledger):
+        begin(ledger, sequence, {})
+    with refused(EntitlementExceeded, "C9.3", ledger):
+        begin(ledger, sequence, 129)
+    unit, _ = begin(ledger, sequence, 1)
+    assert unit.label == "step#1"
+    ledger.fail_unit(unit)
+    ledger.finish(sequence)
+
+
+# ---- what a unit shows ---------------------------------------------------------------------------------------
+
+
+def test_a_unit_knows_where_its_rows_started() -> None:
+    """First positions are the frontiers at its start, per pool, in batch order; they do not move.  (C12.1)"""
+    ledger, sequences = running(2, backend=MTPBackend(5))
+    write(ledger, sequences, {"main": [70, 3], "mtp": [9, 0]})
+    unit, _ = begin(ledger, sequences[::-1], {"main": [1, 2], "mtp": 5})
+
+    assert unit.first_positions["main"].tolist() == [3, 70]
+    assert unit.first_positions["mtp"].tolist() == [0, 9]
+    assert unit.columns["mtp"].tolist() == [5, 5]
+    ledger.commit_unit(unit, {"main": [1, 2]})
+    assert unit.first_positions["main"].tolist() == [3, 70]
+
+
+def test_columns_of_a_unit_are_a_copy_and_read_only() -> None:
+    """The caller's array may change later; the array that units of a batch share may not.  (C12.1)"""
+    ledger, (sequence,) = running()
+    batch = ledger.batch([sequence])
+    columns = ledger.active["main"].committed_end[:1] + 5
+    unit, _ = ledger.begin_unit("step", batch, {"main": columns})
+    columns[0] = 100
+    assert unit.columns["main"].tolist() == [5]
+    ledger.commit_unit(unit)
+    for _ in range(2):
+        unit, _ = ledger.begin_unit("step", batch, {"main": 5})
+        with pytest.raises(ValueError, match="read-only"):
+            unit.columns["main"][0] = 100
+        ledger.commit_unit(unit)
+    assert frontier(ledger, sequence) == 15
+
+
+def test_prefill_widths_are_not_kept_by_a_batch() -> None:
+    """A batch keeps prebuilt counts of decode widths only, so it does not grow with prompts."""
+    ledger, (sequence,) = running()
+    batch = ledger.batch([sequence])
+    for columns in (1, 16, 17, 40):
+        ledger.commit_unit(ledger.begin_unit("unit", batch, {"main": columns})[0])
+
+    assert sorted(batch.by_width) == [1, 16]
+
+
+# ---- commit and fail -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pools", [["main"], ["main", "mtp"]])
+def test_a_commit_without_counts_accepts_everything(pools: list[str]) -> None:
+    """Every column of every pool that the unit wrote, and of no other.  (C9.5, C13.1)"""
+    ledger, sequences = running(2, backend=MTPBackend(5))
+    unit, _ = begin(ledger, sequences, {pool: [3, 70] for pool in pools})
+    ledger.commit_unit(unit)
+
+    expected = {"main": [3, 70], "mtp": [3, 70] if "mtp" in pools else [0, 0]}
+    assert {name: [frontier(ledger, held, name) for held in sequences] for name in ledger.active} == expected
+
+
+def test_frontiers_advance_at_completion_only() -> None:
+    """Mapped when it begins, readable when it is committed; what a failed unit wrote stays invisible.  (C9.5, C12.3)"""
+    ledger, (sequence,) = running()
+    write(ledger, sequence, 10)
+    before = counts(ledger)
+    unit, _ = begin(ledger, sequence, 120)
+    assert (frontier(ledger, sequence), len(mapped(ledger, sequence))) == (10, 3)
+    ledger.fail_unit(unit)
+    assert (frontier(ledger, sequence), len(mapped(ledger, sequence))) == (10, 3)
+    assert trim(ledger, sequence) == 2
+    assert counts(ledger) == before
+
+    unit, _ = begin(ledger, sequence, 60)
+    ledger.commit_unit(unit, {"main": 56})
+    assert (frontier(ledger, sequence), len(mapped(ledger, sequence)), unit.is_open) == (66, 2, False)
+
+
+@pytest.mark.parametrize("accepted", [4, [1, 4], [4, 1]])
+def test_no_more_is_accepted_than_was_written(accepted: int | list[int]) -> None:
+    """Each entry by its own columns, although the page has room.  (C9.5)"""
+    ledger, sequences = running(2)
+    unit, _ = begin(ledger, sequences, 3)
+
+    with refused(MisuseError, "C9.5", ledger, match=r"at most \[3, 3\]"):
+        ledger.commit_unit(unit, {"main": accepted})
+    ledger.commit_unit(unit, {"main": [1, 3]})
+    assert [frontier(ledger, sequence) for sequence in sequences] == [1, 3]
+
+
+def test_a_refused_commit_changes_no_pool_and_keeps_the_unit_in_flight() -> None:
+    """The first pool is right, the second is not; a pool that is left out keeps its frontier.  (C9.5, C9.9, C13.1)"""
+    ledger, (sequence,) = running(backend=MTPBackend(5))
+    unit, _ = begin(ledger, sequence, {"main": 6, "mtp": 5})
+
+    with refused(MisuseError, "C9.5", ledger):
+        ledger.commit_unit(unit, {"main": 6, "mtp": 6})
+    with refused(MisuseError, "C14.4", ledger):
+        ledger.commit_unit(unit, {"main": 6, "mtp": -1})
+    assert unit.is_open
+    ledger.commit_unit(unit, {"main": 6, "mtp": 5})
+    unit, _ = begin(ledger, sequence, {"main": 6})
+    with refused(MisuseError, "C9.9", ledger, match=r"one of \['main'\]"):
+        ledger.commit_unit(unit, {"main": 1, "mtp": 1})
+    ledger.commit_unit(unit, {})
+    assert (frontier(ledger, sequence), frontier(ledger, sequence, "mtp")) == (6, 5)
+
+
+def test_a_unit_ends_exactly_once_and_in_its_own_store() -> None:
+    """A second commit or fail, whatever ended it, and a unit of another store are refused.  (C12.3, S35)"""
+    ledger, sequences = running(2)
+    theirs, (stranger,) = running(store_id=2)
+    committed, failed = (begin(ledger, sequence, 3)[0] for sequence in sequences)
+    foreign, _ = begin(theirs, stranger, 3)
+    ledger.commit_unit(committed, {"main": 3})
+    ledger.fail_unit(failed)
+
+    for unit in (committed, failed, foreign):
+        with refused(MisuseError, "C12.3", ledger, theirs, match=f"unit {unit.label}"):
+            ledger.commit_unit(unit, {"main": 1})
+        with refused(MisuseError, "C12.3", ledger, theirs):
+            ledger.fail_unit(unit)
+    assert [frontier(ledger, sequence) for sequence in sequences] == [3, 0]
+    assert foreign.is_open
+
+
+# ---- abort ---------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_at_a_boundary_ends_at_once() -> None:
+    """As finish does.  (C12.4)"""
+    ledger, (sequence,) = running()
+    write(ledger, sequence, 70)
+
+    assert ledger.abort(sequence) is True
+    assert counts(ledger) == (0, 0, 8)
+
+
+@pytest.mark.parametrize("ends_by", ["commit", "fail"])
+def test_an_abort_in_flight_takes_effect_at_the_boundary(ends_by: str) -> None:
+    """Nothing moves before; then pages and row are free, the handle is stale, and the abort is forgotten.  (C12.4)"""
+    ledger, sequences = running(2)
+    unit, _ = begin(ledger, sequences, 70)
+    held = counts(ledger)
+
+    assert ledger.abort(sequences[0]) is False
+    assert ledger.abort(sequences[0]) is False, "a second abort changes nothing"
+    assert counts(ledger) == held
+    with refused(UnitInFlight, "C12.2", ledger):
+        ledger.finish(sequences[0])
+    if ends_by == "commit":
+        ledger.commit_unit(unit, {"main": 70})
+    else:
+        ledger.fail_unit(unit)
+
+    assert counts(ledger) == (2, 2, 4), "the other sequence of the unit stays"
+    with refused(StaleHandle, "C10.1", ledger):
+        ledger.abort(sequences[0])
+    assert frontier(ledger, sequences[1]) == (70 if ends_by == "commit" else 0)
+    again = activate(ledger, 100)
+    write(ledger, again, 5)
+    assert (again.row, frontier(ledger, again)) == (sequences[0].row, 5)
+
+
+def test_an_abort_waits_for_the_unit_of_its_own_row() -> None:
+    """Another unit that ends first does not end it.  (C12.4)"""
+    ledger, sequences = running(2)
+    units = [begin(ledger, sequence, 1)[0] for sequence in sequences]
+    ledger.abort(sequences[0])
+
+    ledger.commit_unit(units[1], {"main": 1})
+    assert len(ledger.sequences.active_rows()) == 2
+    ledger.commit_unit(units[0], {"main": 1})
+    assert ledger.sequences.active_rows() == [sequences[1].row]

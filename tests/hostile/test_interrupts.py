@@ -1,0 +1,186 @@
+"""Every line of every public call of a store is interrupted once.  (C10.2, C12.4)
+
+Afterwards the store is as before the call, or as after it, or it is latched.  Where it is not latched, the call is made
+again if it had not happened, everything is finished, and every page is free: never two owners of one page, never an
+error of another kind later.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import pagedkv as pk
+
+PRODUCT = str(Path(pk.__file__).parent)
+GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
+CONFIG = pk.StoreConfig(
+    GEOMETRY, profile="int8-g64", max_context=512, max_concurrency=5, kv_capacity=pk.ExplicitCapacity(30 * 64),
+    backend=pk.MTPBackend(4), kv_lease_growth=True, lease_window_tokens=64,
+)
+
+
+class Stage:
+    """A store in which every public call has something to do: the subject of one interrupt.
+
+    Attributes:
+        running: 100 tokens committed, one page of Main behind the frontier, and a thin lease.
+        settled: 70 tokens committed, and no page behind the frontier.
+        other: 65 tokens committed, in the unit `flying`, which the device has finished.
+        kept: a continuation of 130 tokens, protected up to 64 tokens, with a state.
+        shared: a continuation whose full pages `running` shares.
+    """
+
+    def __init__(self, device: pk.Device) -> None:
+        self.store = store = pk.open_store(CONFIG, device)
+        first = self.written(130)
+        self.kept = self.retained(first)
+        store.protect(self.kept, 64)
+        self.running = self.written(100, output_tokens=300)
+        self.shared = store.snapshot(self.running, state="state")
+        self.batch = store.batch([self.running])
+        store.ensure_mapped_to_tokens(self.running, 140)
+        self.settled = self.written(70)
+        self.other = self.written(65, output_tokens=20)
+        self.flying = store.begin_unit(store.batch([self.other]), {"main": 4, "mtp": 4})
+        store.submit(self.flying)
+        store.wait(self.flying)
+
+    def written(self, tokens: int, output_tokens: int = 0) -> pk.Sequence:
+        """Activate a sequence and commit tokens in both pools."""
+        sequence = self.store.activate(prompt_tokens=tokens, output_tokens=output_tokens)
+        unit = self.store.begin_unit(self.store.batch([sequence]), {"main": tokens, "mtp": tokens})
+        self.store.wait(unit)
+        self.store.commit(unit)
+        return sequence
+
+    def retained(self, sequence: pk.Sequence) -> pk.Continuation:
+        """Finish a sequence and keep it."""
+        kept = self.store.finish(sequence, retain=True, state="state")
+        assert kept is not None
+        return kept
+
+    def end(self) -> None:
+        """Finish whatever there is, by the store's own lists, and demand that every page is free."""
+        store = self.store
+        for unit in store.units():
+            store.fail(unit)
+        for sequence in store.sequences():
+            store.finish(sequence)
+        for continuation in store.continuations():
+            store.release(continuation)
+        store.check()
+        for pool in store.inspect().pools.values():
+            assert (pool.capacity, 0) == (pool.available, int((pool.serial != 0).sum()))
+
+
+CALLS: dict[str, Callable[[Stage], object]] = {
+    "activate": lambda on: on.store.activate(prompt_tokens=70, output_tokens=60),
+    "try_activate": lambda on: on.store.try_activate(prompt_tokens=4000, output_tokens=60),
+    "fork": lambda on: on.store.activate(prompt_tokens=10, output_tokens=60, source=on.kept),
+    "move": lambda on: on.store.activate(prompt_tokens=10, output_tokens=60, source=on.kept, keep_source=False),
+    "finish": lambda on: on.store.finish(on.running),
+    "retain": lambda on: on.store.finish(on.running, retain=True, state="state"),
+    "abort": lambda on: on.store.abort(on.running),
+    "abort in flight": lambda on: on.store.abort(on.other),
+    "snapshot": lambda on: on.store.snapshot(on.settled, state="state"),
+    "release": lambda on: on.store.release(on.kept),
+    "release shared": lambda on: on.store.release(on.shared),
+    "protect": lambda on: on.store.protect(on.kept, 100),
+    "lower protection": lambda on: on.store.protect(on.kept, 3),
+    "attach_state": lambda on: on.store.attach_state(on.kept, "another"),
+    "batch": lambda on: on.store.batch([on.running]),
+    "begin_unit": lambda on: on.store.begin_unit(on.batch, {"main": 100, "mtp": 3}),
+    "submit": lambda on: on.store.submit(on.flying),
+    "poll": lambda on: on.store.poll(),
+    "wait": lambda on: on.store.wait(on.flying),
+    "commit": lambda on: on.store.commit(on.flying, {"main": 2, "mtp": 1}),
+    "fail": lambda on: on.store.fail(on.flying),
+    "begin_round": lambda on: on.store.begin_round(on.batch),
+    "covered_columns": lambda on: on.store.covered_columns(on.batch),
+    "ensure_mapped_to_tokens": lambda on: on.store.ensure_mapped_to_tokens(on.running, 200),
+    "trim": lambda on: on.store.trim(on.batch),
+    "truncate": lambda on: on.store.truncate(on.running, 97),
+    "truncate a continuation": lambda on: on.store.truncate(on.kept, 70),
+    "check": lambda on: on.store.check(),
+    "inspect": lambda on: on.store.inspect(),
+}
+
+
+@dataclass
+class Interrupt:
+    """Raises an exception at the n-th line of the product that runs; n = 0 counts lines only."""
+
+    at: int
+    error: type[BaseException]
+    lines: int = 0
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PRODUCT):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                raise self.error(f"at line {self.at}: {frame.f_code.co_filename}:{frame.f_lineno}")
+        return self._trace
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[pk.Device]:
+    """One cpu device for all stores of this file."""
+    device = pk.open_device("cpu")
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "every"),
+    [(KeyboardInterrupt, 3), pytest.param(KeyboardInterrupt, 1, marks=pytest.mark.long),
+     pytest.param(MemoryError, 1, marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_at_any_line_leaves_before_after_or_a_latched_store(
+    name: str, error: type[BaseException], every: int, device: pk.Device
+) -> None:
+    """C10.2, C12.4: one line of the call after the other, each on a stage of its own."""
+    call = CALLS[name]
+    stage = Stage(device)
+    before = stage.store.inspect()
+    with Interrupt(0, error) as count:
+        call(stage)
+    after = stage.store.inspect()
+    stage.end()
+    stage.store.close()
+
+    latched = 0
+    for at in range(1, count.lines + 1, every):
+        stage = Stage(device)
+        with pytest.raises(error, match=f"at line {at}:") as raised, Interrupt(at, error):
+            call(stage)
+        if stage.store.evidence is None:
+            now = stage.store.inspect()
+            has_happened = not now.differences(after)
+            assert has_happened or not now.differences(before), f"{raised.value}: {now.differences(before)[:3]}"
+            stage.store.check()
+            if not has_happened:
+                call(stage)
+            stage.end()
+        else:
+            latched += 1
+            with pytest.raises(pk.StoreLatched):
+                call(stage)
+        stage.store.close()
+    print(f"{name}: {count.lines} lines, latched at {latched}")

@@ -1,0 +1,94 @@
+"""Attention on a device against the FP64 oracle over what the cache then holds.  (C14.5, codecs 7)"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.devices.protocol import Device
+from pagedkv.values.attention_shape import Route
+from pagedkv.values.planes import PageOrder
+from tests.kernels.paged_cache import Bits, PagedCache, Rng, Table, bf16_noise
+from tests.oracle.attention_oracle import CONTEXT_CRITERION, CRITERIA, StoredRows, attend, attend_context, stored_rows
+
+Lse = npt.NDArray[np.float32]
+Block = tuple[Bits, Bits, Bits]
+
+
+def rows_of(cache: PagedCache, row: int, tokens: int) -> StoredRows:
+    """Decode the first tokens of a table row."""
+    view = cache.view
+    return stored_rows(view.storage.name, cache.host_planes(), order=view.order, pages=cache.table[row].tolist(),
+                       tokens=tokens, kv_heads=view.num_kv_heads, head_dim=view.head_dim)  # fmt: skip
+
+
+def check_causal(
+    cache: PagedCache, q: Bits, out: Bits, lse: Lse, *, position: int, row: int = 0, scale: float | None = None
+) -> None:
+    """Compare the columns of one batch entry (W, Hq, D), the first at `position`, with the oracle."""
+    profile, width = cache.view.storage.name, q.shape[0]
+    factor = cache.view.head_dim**-0.5 if scale is None else scale
+    positions = range(position, position + width)
+    reference, reference_lse = attend(profile, q, rows_of(cache, row, position + width), positions=positions,
+                                      scale=factor)  # fmt: skip
+    np.testing.assert_allclose(lse, reference_lse, rtol=2e-6, atol=2e-6)
+    CRITERIA[profile].assert_met(out, reference)
+
+
+def check_step(
+    device: Device, rng: Rng, profile: str, table: Table, *, position: int, width: int = 1,
+    query_heads: int = 4, kv_heads: int = 2, head_dim: int = 64, route: Route = "decode", row: int = 0,
+    order: PageOrder = "page-major", rms: float = 1.0, scale: float | None = None,
+) -> None:
+    """Append `width` columns behind `position` tokens of noise, attend, and compare with the oracle."""
+    cache = PagedCache.build(device, profile, head_dim=head_dim, kv_heads=kv_heads, order=order, table=table, rng=rng)
+    cache.fill(rng, row, position, rms)
+    q, k, v = (bf16_noise(rng, (1, width, heads, head_dim), rms) for heads in (query_heads, kv_heads, kv_heads))
+
+    out, lse = cache.attend(q, [position], [row], route=route, new_rows=(k, v), scale=scale)
+
+    check_causal(cache, q[0], out[0], lse[0], position=position, row=row, scale=scale)
+
+
+def draft_cache(
+    device: Device, table: Table, rng: Rng, *, head_dim: int = 64, kv_heads: int = 2, max_context: int | None = None
+) -> PagedCache:
+    """A head-major BF16 cache of random bytes."""
+    return PagedCache.build(device, "bf16", head_dim=head_dim, kv_heads=kv_heads, order="head-major", table=table,
+                            rng=rng, max_context=max_context)  # fmt: skip
+
+
+def draft_block(
+    rng: Rng, cache: PagedCache, *, batch: int = 1, width: int, group_size: int = 4, rms: float = 1.0
+) -> Block:
+    """Queries and temporary rows of draft blocks."""
+    kv_heads, head_dim = cache.view.num_kv_heads, cache.view.head_dim
+    q = bf16_noise(rng, (batch, width, kv_heads * group_size, head_dim), rms)
+    k, v = (bf16_noise(rng, (batch, width, kv_heads, head_dim), rms) for _ in "kv")
+    return q, k, v
+
+
+def check_context(
+    cache: PagedCache, inputs: Block, out: Bits, lse: Lse, *, context: int, entry: int = 0, row: int = 0,
+    live: int | None = None, scale: float | None = None,
+) -> None:
+    """Compare the live columns of one batch entry with the oracle over the paged context and the live rows."""
+    q, k, v = (array[entry, :live] for array in inputs)
+    factor = cache.view.head_dim**-0.5 if scale is None else scale
+    reference, reference_lse = attend_context(q, rows_of(cache, row, context) if context else None, k, v, scale=factor)
+    np.testing.assert_allclose(lse[entry, :live], reference_lse, rtol=2e-6, atol=2e-6)
+    CONTEXT_CRITERION.assert_met(out[entry, :live], reference)
+
+
+def check_block(
+    device: Device, rng: Rng, table: Table, *, context: int, width: int, group_size: int = 4, kv_heads: int = 2,
+    head_dim: int = 64, max_context: int | None = None, row: int = 0, rms: float = 1.0, scale: float | None = None,
+) -> None:
+    """Attend with one draft block over `context` tokens of noise, and compare with the oracle."""
+    cache = draft_cache(device, table, rng, head_dim=head_dim, kv_heads=kv_heads, max_context=max_context)
+    cache.fill(rng, row, context, rms)
+    inputs = draft_block(rng, cache, width=width, group_size=group_size, rms=rms)
+
+    out, lse = cache.attend_context(*inputs, [context], [row], scale=scale)
+
+    check_context(cache, inputs, out, lse, context=context, row=row, scale=scale)

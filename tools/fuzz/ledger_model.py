@@ -1,0 +1,612 @@
+"""LedgerModel: a slow, obvious model of what a store shows, in lists, dicts and plain integers.  (C5 to C13, C16)
+
+It is written from the contract and imports public names only.  For each call it says which errors are right (none: the
+call must succeed), what the call answers, and what every observable is afterwards.  Pages are objects, and two spaces
+that share a page hold the same object, so references are counted by looking.  The model does not predict the ids of a
+store: it learns them when they first appear (`compare.py`), and then requires that they are in range, distinct, and
+stable while they are mapped.
+
+    errors = model.begin_errors(...)     names of right errors; empty means that the call must succeed
+    answer = model.begin(...)            changes the model and returns the right answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+import pagedkv as pk
+
+Counts = int | Sequence[int]
+Frontier = int | Mapping[str, int] | None
+
+COLUMNS_MAX = (1 << 30) - 1
+
+
+def pages_of(tokens: int) -> int:
+    """Return how many pages hold that many tokens."""
+    return -(-tokens // pk.PAGE_TOKENS)
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """The pages of a pool, and how far a row may lead its budget in the pool."""
+
+    capacity: int
+    lead_tokens: int
+
+
+@dataclass(frozen=True)
+class GrowthShape:
+    """The window of lease growth, and the tokens of the widest launch with one forced span.  (C9.2)"""
+
+    window_tokens: int
+    widest_tokens: int
+
+    @property
+    def cushion_pages(self) -> int:
+        """Pages behind the window; a row that was not extended runs on them."""
+        return pages_of(self.widest_tokens) + 1
+
+    @property
+    def ladder_pages(self) -> list[int]:
+        """Pages that a round tries to add: the window, then less of it."""
+        return sorted({pages_of(min(tokens, self.window_tokens)) for tokens in (self.window_tokens, 128, 64)})[::-1]
+
+
+@dataclass(eq=False, slots=True)
+class Page:
+    """One page of a space; ids and serials are None until they are observed for the first time.
+
+    Attributes:
+        tags: (64,) uint16, the last tag written into each column.
+        logical, page_id: the descriptor, and the page group.
+        lease, identity, content: serial of the page group, generation of the descriptor, content epoch.
+    """
+
+    tags: npt.NDArray[np.uint16]
+    logical: int | None = None
+    page_id: int | None = None
+    lease: int | None = None
+    identity: int | None = None
+    content: int | None = None
+
+    @classmethod
+    def new(cls, tags: npt.NDArray[np.uint16] | None = None) -> Page:
+        """Return a page without observations, perhaps a copy of another page."""
+        return cls(np.zeros(pk.PAGE_TOKENS, np.uint16) if tags is None else tags.copy())
+
+
+@dataclass(eq=False)
+class Space:
+    """One address space: entitled pages, member pages, tokens committed and protected.
+
+    Attributes:
+        full: pages that the entitlement may grow to; the entitlement itself without lease growth.
+    """
+
+    entitlement: int
+    pages: list[Page] = field(default_factory=list)
+    frontier: int = 0
+    protected: int = 0
+    full: int = 0
+
+
+@dataclass(eq=False)
+class SequenceModel:
+    """One sequence, from activation to its end."""
+
+    name: int
+    row: int
+    budget: int
+    spaces: dict[str, Space]
+    is_live: bool = True
+    is_aborting: bool = False
+    unit: UnitModel | None = None
+
+
+@dataclass(eq=False)
+class ContinuationModel:
+    """One retained continuation, until it is released or moved; `number` is in its handle."""
+
+    name: int
+    number: int
+    spaces: dict[str, Space]
+    state: object
+    is_live: bool = True
+
+
+@dataclass(eq=False)
+class UnitModel:
+    """One unit: its sequences in batch order and the columns each may write, per pool."""
+
+    name: int
+    sequences: list[SequenceModel]
+    columns: dict[str, list[int]]
+    firsts: dict[str, list[int]]
+    is_live: bool = True
+
+
+Holder = SequenceModel | ContinuationModel
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target of an activation."""
+
+    prompt: int
+    output: int
+    source: ContinuationModel | None = None
+    frontier: Frontier = None
+    keeps: bool = True
+
+
+@dataclass(frozen=True)
+class RightRefusal:
+    """A right refusal; `needed` is None where any number is right."""
+
+    pool: str
+    needed: int | None
+    available: int
+    reason: str
+    forever: bool = False
+
+    def matches(self, refusal: pk.Refusal) -> bool:
+        """Return whether a store's refusal is this one."""
+        fields = (refusal.pool, refusal.available, refusal.reason, refusal.forever)
+        is_same = fields == (self.pool, self.available, self.reason, self.forever)
+        return is_same and self.needed in (None, refusal.needed)
+
+
+class LedgerModel:
+    """The right state of a store with these pools."""
+
+    def __init__(
+        self, pools: Mapping[str, PoolShape], *, max_context: int, max_concurrency: int,
+        growth: GrowthShape | None = None,
+    ) -> None:  # fmt: skip
+        self.pools = dict(pools)
+        self.growth = growth
+        self.max_context = max_context
+        self.max_concurrency = max_concurrency
+        self.sequences: list[SequenceModel] = []
+        self.continuations: list[ContinuationModel] = []
+        self.units: list[UnitModel] = []
+        self.retired: dict[str, set[int]] = {
+            f"{pool}.{what}": set() for pool in pools for what in ("lease", "identity", "content")
+        }
+        self.tags_next = 1
+
+    # ---- state ------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> list[SequenceModel]:
+        """Sequences that have not ended."""
+        return [sequence for sequence in self.sequences if sequence.is_live]
+
+    @property
+    def retained(self) -> list[ContinuationModel]:
+        """Continuations that were neither released nor moved."""
+        return [continuation for continuation in self.continuations if continuation.is_live]
+
+    @property
+    def open_units(self) -> list[UnitModel]:
+        """Units in flight."""
+        return [unit for unit in self.units if unit.is_live]
+
+    def spaces(self, pool: str) -> list[Space]:
+        """Return every space of a pool, active spaces first."""
+        active = [sequence.spaces[pool] for sequence in self.active]
+        return active + [continuation.spaces[pool] for continuation in self.retained]
+
+    def references(self, page: Page, pool: str) -> int:
+        """Return how many spaces hold a page."""
+        return sum(page in space.pages for space in self.spaces(pool))
+
+    def allocated(self, pool: str) -> int:
+        """Return the number of distinct pages that belong to a space.  (C6.4)"""
+        return len({id(page) for space in self.spaces(pool) for page in space.pages})
+
+    def reserved(self, pool: str) -> int:
+        """Return the pages that active spaces may still map."""
+        spaces = [sequence.spaces[pool] for sequence in self.active]
+        return sum(space.entitlement - len(space.pages) for space in spaces)
+
+    def available(self, pool: str) -> int:
+        """Return the pages that anyone may still reserve."""
+        return self.pools[pool].capacity - self.allocated(pool) - self.reserved(pool)
+
+    # ---- activation -------------------------------------------------------------------------------
+
+    def target_errors(self, target: Target) -> set[str]:
+        """Errors of a target: counts, a stale source or one without state, a frontier beyond the source's."""
+        source = target.source
+        if target.prompt < (source is None) or target.output < 0:
+            return {"MisuseError"}
+        if source is None:
+            return set() if target.frontier is None and target.keeps else {"MisuseError"}
+        if not source.is_live:
+            return {"StaleHandle"}
+        frontiers = self.frontiers(target)
+        if source.state is None or frontiers.keys() != self.pools.keys():
+            return {"MisuseError"}
+        main = frontiers["main"]
+        is_held = all(0 <= tokens <= min(source.spaces[pool].frontier, main) for pool, tokens in frontiers.items())
+        return set() if is_held and main else {"MisuseError"}
+
+    def frontiers(self, target: Target) -> dict[str, int]:
+        """Return the frontier that the target takes from its source in each pool, as far as it names pools."""
+        if target.source is None:
+            return dict.fromkeys(self.pools, 0)
+        if target.frontier is None:
+            return {pool: space.frontier for pool, space in target.source.spaces.items()}
+        return {"main": target.frontier} if isinstance(target.frontier, int) else dict(target.frontier)
+
+    def entitlements(self, target: Target) -> dict[str, int]:
+        """Return pages per pool: all of them, or with growth the pages of window and cushion.  (C9.2)"""
+        full = self.full_entitlements(target)
+        if self.growth is None:
+            return full
+        near = self.total_tokens(target) - target.output + min(target.output, self.growth.window_tokens)
+        return {pool: min(pages, pages_of(near) + self.growth.cushion_pages) for pool, pages in full.items()}
+
+    def full_entitlements(self, target: Target) -> dict[str, int]:
+        """Return pages per pool: the budget and the pool's lead, at most L.  (C9.2, C5.6)"""
+        ceiling, total = pages_of(self.max_context), self.total_tokens(target)
+        return {name: min(pages_of(total + shape.lead_tokens), ceiling) for name, shape in self.pools.items()}
+
+    def total_tokens(self, target: Target) -> int:
+        """Return the tokens from the source, prompt and output together."""
+        return self.frontiers(target)["main"] + target.prompt + target.output
+
+    def inherited_pages(self, target: Target, pool: str) -> int:
+        """Return how many pages of the source become members: full pages, and a partial tail of a Move, unshared."""
+        if target.source is None:
+            return 0
+        full, tail = divmod(self.frontiers(target)[pool], pk.PAGE_TOKENS)
+        if target.keeps or not tail:
+            return full
+        return full + (self.references(target.source.spaces[pool].pages[full], pool) == 1)
+
+    def refusals(self, target: Target) -> tuple[list[RightRefusal], bool]:
+        """Return every right refusal, and whether the call must be refused.
+
+        A moved source returns pages.  The contract does not say whether the same activation may reserve them, so a
+        target that fits only with them may be granted or refused.
+        """
+        total = self.total_tokens(target)
+        if total > self.max_context:
+            ceiling = pages_of(self.max_context)
+            return [RightRefusal("main", pages_of(total), ceiling, "context", forever=True)], True
+        refusals, is_sure = [], False
+        if len(self.active) == self.max_concurrency:
+            refusals.append(RightRefusal("rows", 1, 0, "rows"))
+            is_sure = True
+        for pool, pages in self.entitlements(target).items():
+            inherited, available, returned = self.inherited_pages(target, pool), self.available(pool), 0
+            has_copy = inherited * pk.PAGE_TOKENS < self.frontiers(target)[pool]
+            if target.source is not None and not target.keeps:
+                rest = target.source.spaces[pool].pages[inherited:]
+                returned = sum(self.references(page, pool) == 1 for page in rest)
+            claim = pages - inherited
+            if claim > available or has_copy > available:
+                refusals.append(RightRefusal(pool, None if returned else claim, available, "pages"))
+                is_sure = is_sure or claim > available + returned
+        return refusals, is_sure
+
+    def activate(self, name: int, target: Target, row: int) -> SequenceModel:
+        """Add the sequence, in the row that the store chose."""
+        assert 0 <= row < self.max_concurrency, f"row {row} of {self.max_concurrency}"
+        assert row not in [sequence.row for sequence in self.active], f"row {row} is leased twice"
+        spaces: dict[str, Space] = {}
+        left: list[tuple[str, Page]] = []  # pages that a moved source loses
+        full = self.full_entitlements(target)
+        for pool, entitlement in self.entitlements(target).items():
+            spaces[pool] = space = Space(entitlement, frontier=self.frontiers(target)[pool], full=full[pool])
+            if target.source is None:
+                continue
+            old = target.source.spaces[pool]
+            inherited = self.inherited_pages(target, pool)
+            space.pages = old.pages[:inherited]
+            if inherited * pk.PAGE_TOKENS < space.frontier:
+                space.pages.append(Page.new(old.pages[inherited].tags))
+            elif space.frontier % pk.PAGE_TOKENS and space.frontier < old.frontier:
+                self._renew_content(space.pages[-1], pool)  # moved, and cut inside (C7.6)
+            left += [(pool, page) for page in old.pages]
+        sequence = SequenceModel(name, row, self.total_tokens(target), spaces)
+        self.sequences.append(sequence)
+        if target.source is not None and not target.keeps:
+            target.source.is_live = False
+            self._retire(left)
+        return sequence
+
+    # ---- continuations ----------------------------------------------------------------------------
+
+    def snapshot_refusals(self, sequence: SequenceModel) -> list[RightRefusal]:
+        """Return every right refusal of a snapshot; empty means that it is granted.  (C10.6)"""
+        refusals = []
+        for pool, space in sequence.spaces.items():
+            provisional = len(space.pages) - pages_of(space.frontier)
+            if provisional:
+                refusals.append(RightRefusal(pool, provisional, 0, "provisional"))
+            elif space.frontier % pk.PAGE_TOKENS and not self.available(pool):
+                refusals.append(RightRefusal(pool, 1, 0, "pages"))
+        return refusals
+
+    def retain_errors(self, sequence: SequenceModel) -> set[str]:
+        """Errors of keeping the pages of a sequence: no pool may lead Main, and Main must have tokens.  (C13.2)"""
+        errors = self.boundary_errors([sequence])
+        main = sequence.spaces["main"].frontier
+        if not main or any(space.frontier > main for space in sequence.spaces.values()):
+            errors.add("MisuseError")
+        return errors
+
+    def snapshot(self, name: int, number: int, sequence: SequenceModel, state: object) -> ContinuationModel:
+        """Share full pages; the checkpoint gets a copy of a partial tail.  (C10.6)"""
+        spaces = {}
+        for pool, space in sequence.spaces.items():
+            full, tail = divmod(space.frontier, pk.PAGE_TOKENS)
+            pages = space.pages[:full]
+            if tail:
+                pages.append(Page.new(space.pages[full].tags))
+            spaces[pool] = Space(0, pages, space.frontier, space.frontier)
+        return self._add_continuation(name, number, spaces, state)
+
+    def retain(self, name: int, number: int, sequence: SequenceModel, state: object) -> ContinuationModel:
+        """Trim, return reservation and row, and keep the pages.  (C9.8)"""
+        spaces = {}
+        for pool, space in sequence.spaces.items():
+            self._unmap(sequence, pool, pages_of(space.frontier))
+            spaces[pool] = Space(0, space.pages, space.frontier, space.frontier)
+        sequence.is_live = False
+        return self._add_continuation(name, number, spaces, state)
+
+    def release(self, holder: Holder) -> None:
+        """End a sequence or continuation and return its pages, reservation and row; pages that others hold stay."""
+        holder.is_live = False
+        self._retire([(pool, page) for pool, space in holder.spaces.items() for page in space.pages])
+
+    def protect_errors(self, continuation: ContinuationModel, pool: str, tokens: int) -> set[str]:
+        """Errors of setting a protected frontier.  (C7.8)"""
+        errors = self.stale_errors([continuation])
+        if pool not in self.pools or not 0 <= tokens <= continuation.spaces[pool].frontier:
+            errors.add("MisuseError")
+        return errors
+
+    def protect(self, continuation: ContinuationModel, pool: str, tokens: int) -> None:
+        """Set a protected frontier, up or down."""
+        continuation.spaces[pool].protected = tokens
+
+    # ---- units ------------------------------------------------------------------------------------
+
+    def batch_errors(self, sequences: list[SequenceModel]) -> set[str]:
+        """Errors of selecting sequences, each once."""
+        errors = self.stale_errors(sequences)
+        if not sequences or len({sequence.name for sequence in sequences}) != len(sequences):
+            errors.add("MisuseError")
+        return errors
+
+    def begin_errors(self, sequences: list[SequenceModel], columns: Mapping[str, Counts]) -> set[str]:
+        """Errors of a unit: stale handles, rows in flight, counts, positions from S on, entitlement."""
+        errors = self.boundary_errors(sequences)
+        if not columns:
+            errors.add("MisuseError")
+        for pool, argument in columns.items():
+            if pool not in self.pools or not _are_counts(argument, len(sequences)):
+                errors.add("MisuseError")
+                continue
+            for sequence, count in zip(sequences, _counts(argument, len(sequences)), strict=True):
+                end = sequence.spaces[pool].frontier + count
+                if end > self.max_context:
+                    errors.add("MisuseError")
+                if pages_of(end) > sequence.spaces[pool].entitlement:
+                    errors.add("EntitlementExceeded")
+        return errors
+
+    def begin(self, name: int, sequences: list[SequenceModel], columns: Mapping[str, Counts]) -> tuple[UnitModel, int]:
+        """Map, freeze, and return the unit with the number of table slices to publish."""
+        counts = {pool: _counts(argument, len(sequences)) for pool, argument in columns.items()}
+        firsts = {pool: [sequence.spaces[pool].frontier for sequence in sequences] for pool in columns}
+        slices = 0
+        for pool in columns:
+            for sequence, first, count in zip(sequences, firsts[pool], counts[pool], strict=True):
+                slices += self.ensure(sequence, pool, first + count)
+        unit = UnitModel(name, list(sequences), counts, firsts)
+        for sequence in sequences:
+            sequence.unit = unit
+        self.units.append(unit)
+        return unit, slices
+
+    def write(self, unit: UnitModel) -> dict[str, list[tuple[int, int, npt.NDArray[np.uint16]]]]:
+        """Tag every column that a unit may write; return (row, first position, tags) of each entry, per pool."""
+        written: dict[str, list[tuple[int, int, npt.NDArray[np.uint16]]]] = {}
+        for pool, counts in unit.columns.items():
+            written[pool] = []
+            for sequence, first, count in zip(unit.sequences, unit.firsts[pool], counts, strict=True):
+                tags = np.arange(self.tags_next, self.tags_next + count).astype(np.uint16)
+                self.tags_next += count
+                written[pool].append((sequence.row, first, tags))
+                pages, position = sequence.spaces[pool].pages, first
+                while position < first + count:
+                    block, offset = divmod(position, pk.PAGE_TOKENS)
+                    end = min((block + 1) * pk.PAGE_TOKENS, first + count)
+                    pages[block].tags[offset : offset + end - position] = tags[position - first : end - first]
+                    position = end
+        return written
+
+    def commit_errors(self, unit: UnitModel, accepted: Mapping[str, Counts]) -> set[str]:
+        """Errors of a commit: an ended unit, a pool it did not write, counts it did not write."""
+        if not unit.is_live:
+            return {"MisuseError"}
+        entries = len(unit.sequences)
+        for pool, argument in accepted.items():
+            if pool not in unit.columns or not _are_counts(argument, entries):
+                return {"MisuseError"}
+            pairs = zip(_counts(argument, entries), unit.columns[pool], strict=True)
+            if any(count > written for count, written in pairs):
+                return {"MisuseError"}
+        return set()
+
+    def commit(self, unit: UnitModel, accepted: Mapping[str, Counts]) -> None:
+        """Advance the frontiers of the pools that are named, and end the unit."""
+        for pool, argument in accepted.items():
+            for sequence, count in zip(unit.sequences, _counts(argument, len(unit.sequences)), strict=True):
+                sequence.spaces[pool].frontier += count
+        self.end(unit)
+
+    def end_errors(self, unit: UnitModel) -> set[str]:
+        """Errors of ending a unit: it has ended."""
+        return set() if unit.is_live else {"MisuseError"}
+
+    def end(self, unit: UnitModel) -> None:
+        """Thaw the rows; sequences that were aborted in flight end now."""
+        unit.is_live = False
+        for sequence in unit.sequences:
+            sequence.unit = None
+            if sequence.is_aborting:
+                self.release(sequence)
+
+    # ---- between units ----------------------------------------------------------------------------
+
+    def begin_round(self, sequences: list[SequenceModel]) -> list[SequenceModel]:
+        """Extend every row that has reached its cushion, in batch order; return rows without an extension.  (C9.2)"""
+        return [sequence for sequence in sequences if self.is_thin(sequence) and not self._extend(sequence)]
+
+    def is_thin(self, sequence: SequenceModel) -> bool:
+        """Return whether less than the cushion is left in some pool that may still grow."""
+        if self.growth is None:
+            return False
+        cushion = self.growth.cushion_pages
+        return any(
+            space.entitlement < min(pages_of(space.frontier) + cushion, space.full)
+            for space in sequence.spaces.values()
+        )
+
+    def _extend(self, sequence: SequenceModel) -> bool:
+        """Add the first rung that every pool grants, none of them beyond its full entitlement."""
+        assert self.growth is not None, "nothing grows"
+        for rung in self.growth.ladder_pages:
+            gained = {pool: min(rung, space.full - space.entitlement) for pool, space in sequence.spaces.items()}
+            if all(pages <= self.available(pool) for pool, pages in gained.items()):
+                for pool, pages in gained.items():
+                    sequence.spaces[pool].entitlement += pages
+                return True
+        return False
+
+    def ensure_errors(self, sequence: SequenceModel, pool: str, tokens: int) -> set[str]:
+        """Errors of mapping ahead, which a row in flight may do too."""
+        errors = self.stale_errors([sequence])
+        if pool not in self.pools or not 0 <= tokens <= self.max_context:
+            errors.add("MisuseError")
+        if pool in self.pools and pages_of(tokens) > sequence.spaces[pool].entitlement:
+            errors.add("EntitlementExceeded")
+        return errors
+
+    @staticmethod
+    def ensure(sequence: SequenceModel, pool: str, tokens: int) -> int:
+        """Map positions [0, tokens); return how many table slices are to be published."""
+        pages = sequence.spaces[pool].pages
+        gained = pages_of(tokens) - len(pages)
+        pages.extend(Page.new() for _ in range(gained))
+        return int(gained > 0)
+
+    def trim_errors(self, sequences: list[SequenceModel], pool: str, provisional: Counts) -> set[str]:
+        """Errors of a trim: stale handles, rows in flight, an unknown pool, counts."""
+        errors = self.boundary_errors(sequences)
+        if pool not in self.pools or not _are_counts(provisional, len(sequences)):
+            errors.add("MisuseError")
+        return errors
+
+    def trim(self, sequences: list[SequenceModel], pool: str, provisional: Counts) -> int:
+        """Keep the pages of max(committed, provisional); return how many went back to their reservation."""
+        return sum(
+            self._unmap(sequence, pool, pages_of(sequence.spaces[pool].frontier + count))
+            for sequence, count in zip(sequences, _counts(provisional, len(sequences)), strict=True)
+        )
+
+    def truncate_errors(self, holder: Holder, pool: str, tokens: int) -> set[str]:
+        """Errors of a truncate: stale, in flight, an unknown pool, beyond [protected, frontier], a shared page cut."""
+        errors = self.boundary_errors([holder]) if isinstance(holder, SequenceModel) else self.stale_errors([holder])
+        space = holder.spaces.get(pool)
+        if space is None or not space.protected <= tokens <= space.frontier:
+            errors.add("MisuseError")
+        elif isinstance(holder, ContinuationModel) and pool == "main" and not tokens:
+            errors.add("MisuseError")  # nothing could be resumed from what is left
+        elif not errors and any(self.references(page, pool) > 1 for page in space.pages[tokens // pk.PAGE_TOKENS :]):
+            errors.add("MisuseError")
+        return errors
+
+    def truncate(self, holder: Holder, pool: str, tokens: int) -> None:
+        """Lower the frontier; the page that is cut inside has other content from now on; then trim.
+
+        A state is complete at the frontier of Main that it was attached at, and no other (C2.2).
+        """
+        space = holder.spaces[pool]
+        if isinstance(holder, ContinuationModel) and pool == "main" and tokens < space.frontier:
+            holder.state = None
+        if tokens < space.frontier and tokens % pk.PAGE_TOKENS:
+            self._renew_content(space.pages[tokens // pk.PAGE_TOKENS], pool)
+        space.frontier = tokens
+        self._unmap(holder, pool, pages_of(tokens))
+
+    def abort(self, sequence: SequenceModel) -> bool:
+        """End now, or with the unit in flight; return whether now."""
+        if sequence.unit is not None:
+            sequence.is_aborting = True
+            return False
+        self.release(sequence)
+        return True
+
+    # ---- helpers ----------------------------------------------------------------------------------
+
+    def _add_continuation(self, name: int, number: int, spaces: dict[str, Space], state: object) -> ContinuationModel:
+        continuation = ContinuationModel(name, number, spaces, state)
+        self.continuations.append(continuation)
+        return continuation
+
+    @staticmethod
+    def stale_errors(holders: Sequence[Holder]) -> set[str]:
+        """Errors of sequences or continuations that have ended."""
+        return set() if all(holder.is_live for holder in holders) else {"StaleHandle"}
+
+    def boundary_errors(self, sequences: list[SequenceModel]) -> set[str]:
+        """Errors of sequences that have ended or are in flight."""
+        is_in_flight = any(sequence.unit is not None for sequence in sequences)
+        return self.stale_errors(sequences) | ({"UnitInFlight"} if is_in_flight else set())
+
+    def _unmap(self, holder: Holder, pool: str, pages_min: int) -> int:
+        """Unmap all pages but the first `pages_min`; return how many."""
+        pages = holder.spaces[pool].pages
+        unmapped = pages[pages_min:]
+        del pages[pages_min:]
+        self._retire([(pool, page) for page in unmapped])
+        return len(unmapped)
+
+    def _retire(self, pages: list[tuple[str, Page]]) -> None:
+        """Remember the serials of pages that no space holds any more; they must not come back.  (C6.1, C7.3)"""
+        held = {id(page) for pool in self.pools for space in self.spaces(pool) for page in space.pages}
+        for pool, page in pages:
+            if id(page) not in held:
+                for what in ("lease", "identity", "content"):
+                    value = getattr(page, what)
+                    assert value is not None, f"pool {pool}: a page was unmapped before it was observed"
+                    self.retired[f"{pool}.{what}"].add(value)
+
+    def _renew_content(self, page: Page, pool: str) -> None:
+        assert page.content is not None, "a committed page was never observed"
+        self.retired[f"{pool}.content"].add(page.content)
+        page.content = None
+
+
+def _are_counts(argument: Counts, entries: int) -> bool:
+    """Return whether an argument is a legal count, or one for each entry."""
+    has_form = isinstance(argument, int) or len(argument) == entries
+    return has_form and all(0 <= count <= COLUMNS_MAX for count in _counts(argument, entries))
+
+
+def _counts(argument: Counts, entries: int) -> list[int]:
+    """Return one count for each entry."""
+    return [argument] * entries if isinstance(argument, int) else list(argument)

@@ -1,0 +1,1 @@
+"""`pagedkv kernels report` and NVRTC, which compiles the shipped kernels for it."""
