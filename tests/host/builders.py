@@ -61,11 +61,23 @@ def growing(
                                lease_window_tokens=window, forced_span_tokens=forced, decode_columns_max=columns))
 
 
-def activate(ledger: Ledger, prompt_tokens: int, output_tokens: int = 0) -> Sequence:
-    """Activate a sequence that must fit."""
+def activate(
+    ledger: Ledger, prompt_tokens: int, output_tokens: int = 0, *, written: Columns | Mapping[str, Columns] = 0
+) -> Sequence:
+    """Activate a sequence that must fit, and commit what it has written."""
     answer = ledger.try_activate(ActivationTarget(prompt_tokens, output_tokens))
     assert isinstance(answer, Sequence), answer
+    if written != 0:
+        write(ledger, answer, written)
     return answer
+
+
+def running(
+    prompt_tokens: int, output_tokens: int = 0, *, written: Columns | Mapping[str, Columns] = 0, **options: Any
+) -> tuple[Ledger, Sequence]:
+    """Return a small ledger, options as of `make_config`, and a sequence in it, as of `activate`."""
+    ledger = make_ledger(**options)
+    return ledger, activate(ledger, prompt_tokens, output_tokens, written=written)
 
 
 def refuse(ledger: Ledger, prompt_tokens: int, output_tokens: int = 0) -> Refusal:

@@ -45,9 +45,14 @@ class SharedLedger:
 
     # ---- acts -------------------------------------------------------------------------------------
 
-    def start(self, prompt_tokens: int, output_tokens: int = 0) -> Sequence:
-        """Activate a sequence that starts from nothing and must fit."""
-        return self.activate(ActivationTarget(prompt_tokens, output_tokens))
+    def start(
+        self, prompt_tokens: int, output_tokens: int = 0, *, written: int | Mapping[str, int] = 0
+    ) -> Sequence:
+        """Activate a sequence that starts from nothing and must fit, and commit what it has written."""
+        sequence = self.activate(ActivationTarget(prompt_tokens, output_tokens))
+        if written:
+            self.append(sequence, written)
+        return sequence
 
     def go_on(
         self, source: Continuation, prompt_tokens: int = 0, output_tokens: int = 0, *,
@@ -109,9 +114,7 @@ class SharedLedger:
     def retain(self, tokens: int | Mapping[str, int], *, state: object = "complete") -> Continuation:
         """Return a continuation of a sequence that wrote so many tokens and no budget beyond Main's."""
         columns = {"main": tokens} if isinstance(tokens, int) else dict(tokens)
-        sequence = self.start(columns["main"])
-        self.append(sequence, columns)
-        return self.finish(sequence, state=state)
+        return self.finish(self.start(columns["main"], written=columns), state=state)
 
     def finish(self, sequence: Sequence, *, state: object = "complete") -> Continuation:
         """Finish a sequence and retain it."""
@@ -184,3 +187,19 @@ class SharedLedger:
     def check(self) -> None:
         """Check every invariant of C16."""
         check_ledger(self.ledger)
+
+
+def started(
+    prompt_tokens: int, output_tokens: int = 0, *, written: int | Mapping[str, int] = 0, **options: Any
+) -> tuple[SharedLedger, Sequence]:
+    """Return a ledger, options as of `make_config`, and a sequence in it, as of `SharedLedger.start`."""
+    store = SharedLedger(**options)
+    return store, store.start(prompt_tokens, output_tokens, written=written)
+
+
+def retained(
+    written: int | Mapping[str, int], *, state: object = "complete", **options: Any
+) -> tuple[SharedLedger, Continuation]:
+    """Return a ledger, options as of `make_config`, and a continuation in it, as of `SharedLedger.retain`."""
+    store = SharedLedger(**options)
+    return store, store.retain(written, state=state)

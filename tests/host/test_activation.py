@@ -13,15 +13,14 @@ from pagedkv.ledger.transaction import ActivationTarget, PoolPlan, Refusal, Tail
 from pagedkv.values.config import Backend
 from tests.host.builders import counts
 from tests.host.refusals import refused
-from tests.host.sharing import BACKENDS, DRAFT, MTP, SharedLedger
+from tests.host.sharing import BACKENDS, DRAFT, MTP, SharedLedger, retained
 
 # ---- Fork ------------------------------------------------------------------------------------------------
 
 
 def test_a_fork_at_1000_shares_15_pages_and_copies_40_columns() -> None:
     """F = 1000: position 1000 goes to offset 40 of the private page; no frontier is rounded.  (C10.5, C2.1)"""
-    store = SharedLedger(max_context=1280)
-    source = store.retain(1000)
+    store, source = retained(1000, max_context=1280)
     ids = store.page_ids(source)
     target = ActivationTarget(1, 99, source)
     assert store.explain(target).pools == (PoolPlan("main", 18, 1000, 15, 40, 3),)
@@ -47,8 +46,7 @@ def test_a_fork_at_1000_shares_15_pages_and_copies_40_columns() -> None:
 @pytest.mark.parametrize(("frontier", "references"), [(130, [3, 3, 1]), (100, [3, 1, 1])])
 def test_each_fork_adds_a_reference_to_full_pages_alone(frontier: int, references: list[int]) -> None:
     """The source stays as it is; at 100 of 130, 36 columns of its second page are copied.  (C10.5; vectors 44, 45)"""
-    store = SharedLedger()
-    source = store.retain(130)
+    store, source = retained(130)
     kept, tail = store.read(source), store.column("committed", source)
 
     first = store.go_on(source, 66, frontier=frontier)
@@ -67,8 +65,7 @@ def test_each_fork_adds_a_reference_to_full_pages_alone(frontier: int, reference
 @pytest.mark.parametrize("keep_source", [True, False])
 def test_an_aligned_frontier_copies_nothing_and_the_next_page_is_fresh(frontier: int, keep_source: bool) -> None:
     """Fork and Move alike, below the source's own frontier.  (C10.4, C10.5; vector 46)"""
-    store = SharedLedger()
-    source = store.retain(130)
+    store, source = retained(130)
     before, kept, ids = store.available(), store.read(source), store.page_ids(source)
     prepared = store.prepare(ActivationTarget(1, 0, source, frontier, keep_source))
     assert prepared.copies == ()
@@ -84,8 +81,7 @@ def test_an_aligned_frontier_copies_nothing_and_the_next_page_is_fresh(frontier:
 
 def test_a_fork_of_a_fork_shares_what_both_hold() -> None:
     """The second generation shares its parent's pages and the grandparent's.  (C10.5)"""
-    store = SharedLedger(max_context=320)
-    first = store.retain(100)
+    store, first = retained(100, max_context=320)
     child = store.go_on(first, 60)
     store.append(child, 60)
     second = store.finish(child)
@@ -106,8 +102,7 @@ def test_a_fork_of_a_fork_shares_what_both_hold() -> None:
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 130])
 def test_a_move_keeps_identity_and_copies_nothing(tokens: int) -> None:
     """The same logical pages, page groups, contents and bytes; the row writes behind the frontier.  (C10.4)"""
-    store = SharedLedger()
-    source = store.retain(tokens)
+    store, source = retained(tokens)
     before = (store.logical(source), store.page_ids(source), store.column("content", source),
               store.column("serial", source), store.read(source))
     free = store.available()
@@ -129,8 +124,7 @@ def test_a_move_keeps_identity_and_copies_nothing(tokens: int) -> None:
 
 def test_a_move_to_an_aligned_lower_frontier_releases_what_lies_beyond() -> None:
     """From 250 to 128: two pages go back, none is copied, none changes its content.  (C10.7)"""
-    store = SharedLedger()
-    source = store.retain(250)
+    store, source = retained(250)
     kept, contents = store.read(source), store.column("content", source)
     free = store.available()
     sequence = store.go_on(source, frontier=128, keep_source=False)
@@ -143,8 +137,7 @@ def test_a_move_to_an_aligned_lower_frontier_releases_what_lies_beyond() -> None
 @pytest.mark.parametrize("frontier", [70, 100, 127, 129, 200, 249])
 def test_a_move_inside_a_private_page_cuts_it_and_advances_its_content_epoch(frontier: int) -> None:
     """Committed columns are withdrawn inside the page that is cut, and in no other.  (C7.6, C10.7)"""
-    store = SharedLedger()
-    source = store.retain(250)
+    store, source = retained(250)
     kept, contents, serials = store.read(source), store.column("content", source), store.column("serial", source)
     prepared = store.prepare(ActivationTarget(2, 0, source, frontier, keep_source=False))
     assert prepared.copies == ()
@@ -160,8 +153,7 @@ def test_a_move_inside_a_private_page_cuts_it_and_advances_its_content_epoch(fro
 
 def test_a_move_inside_a_shared_page_copies_it_first() -> None:
     """Another continuation holds the page that is cut: it keeps its bytes.  (C10.7, C16.7)"""
-    store = SharedLedger(max_context=320)
-    source = store.retain(130)
+    store, source = retained(130, max_context=320)
     other = store.finish(store.go_on(source, frontier=128))
     kept, ids = store.read(source), store.page_ids(source)
     assert store.explain(ActivationTarget(5, 0, source, 100, keep_source=False)).pools == (
@@ -181,8 +173,7 @@ def test_a_move_inside_a_shared_page_copies_it_first() -> None:
 
 def test_a_moved_source_s_shared_pages_stay_shared_and_without_a_writer() -> None:
     """Move of a source whose full pages a running fork reads.  (C10.7)"""
-    store = SharedLedger(max_context=320)
-    source = store.retain(130)
+    store, source = retained(130, max_context=320)
     fork = store.go_on(source, 20)
     kept = store.read(source)
     sequence = store.go_on(source, 20, keep_source=False)
@@ -197,8 +188,7 @@ def test_a_moved_source_s_shared_pages_stay_shared_and_without_a_writer() -> Non
 
 def test_a_move_counts_the_pages_that_it_releases() -> None:
     """No page is available, and the target fits because its source's own pages come back.  (C10.2)"""
-    store = SharedLedger(max_context=256, max_concurrency=4, tokens=256)
-    source = store.retain(256)
+    store, source = retained(256, max_context=256, max_concurrency=4, tokens=256)
     assert store.available() == 0
     assert store.refuse(ActivationTarget(1, 127, source, 64)) == Refusal("main", 2, 0, forever=False)
 
@@ -210,8 +200,7 @@ def test_a_move_counts_the_pages_that_it_releases() -> None:
 
 def test_a_tail_that_must_be_copied_needs_its_page_before_anything_is_released() -> None:
     """A moved source's pages come back at the commit, behind the copy.  (C10.2, C10.3)"""
-    store = SharedLedger(max_context=256, max_concurrency=4, tokens=256)
-    source = store.retain(200)
+    store, source = retained(200, max_context=256, max_concurrency=4, tokens=256)
     store.finish(store.go_on(source, frontier=128))
     assert store.available() == 0
 
@@ -228,8 +217,7 @@ def test_a_tail_that_must_be_copied_needs_its_page_before_anything_is_released()
 @pytest.mark.parametrize("keep_source", [True, False])
 def test_a_frontier_lies_within_what_main_committed(frontier: int, keep_source: bool) -> None:
     """Not 0, not beyond, and an integer.  (C10.7, C9.9; vector 48)"""
-    store = SharedLedger()
-    source = store.retain(130)
+    store, source = retained(130)
     clause = "C10.7" if type(frontier) is int else "C9.9"
     for wanted in (frontier, {"main": frontier}):
         expected = "C10.7" if isinstance(wanted, dict) else clause
@@ -249,8 +237,7 @@ def test_with_a_backend_every_pool_s_frontier_is_named_and_none_leads_main(
     frontier: Mapping[str, int], clause: str
 ) -> None:
     """Missing and unknown pools, a backend beyond its own frontier or Main's, no number; any order.  (C9.9, S85)"""
-    store = SharedLedger(backend=MTP)
-    source = store.retain({"main": 130, "mtp": 120})
+    store, source = retained({"main": 130, "mtp": 120}, backend=MTP)
 
     with refused(MisuseError, clause, store.ledger):
         store.ledger.transactions.explain(ActivationTarget(1, 0, source, frontier))
@@ -265,8 +252,7 @@ class Fickle(dict[str, int]):
 
 def test_a_frontier_is_read_once() -> None:
     """What was checked is what is used, whatever a mapping answers the next time.  (C10.7)"""
-    store = SharedLedger()
-    source = store.retain(150)
+    store, source = retained(150)
     with refused(MisuseError, "C10.7", store.ledger, match="192"):
         store.ledger.try_activate(ActivationTarget(1, 0, source, Fickle(main=192)))
 
@@ -307,8 +293,7 @@ def test_each_pool_goes_on_at_its_own_frontier(
 
 def test_a_continuation_without_state_is_never_a_hit() -> None:
     """KV presence alone proves no resumability; `attach_state` completes it, and None takes it back.  (C2.2, C16.16)"""
-    store = SharedLedger()
-    source = store.retain(130, state=None)
+    store, source = retained(130, state=None)
     target = ActivationTarget(1, 0, source)
     for ask in (store.ledger.transactions.explain, store.ledger.prepare_activation, store.ledger.try_activate):
         with refused(MisuseError, "C2.2", store.ledger, match="never a hit"):
@@ -323,8 +308,7 @@ def test_a_continuation_without_state_is_never_a_hit() -> None:
 @pytest.mark.parametrize("end", ["release", "move"])
 def test_a_stale_source_is_refused_everywhere(end: str) -> None:
     """Also when other continuations were made since.  (C9.8, C10.4, S35, S37)"""
-    store = SharedLedger()
-    source = store.retain(130)
+    store, source = retained(130)
     if end == "release":
         store.release(source)
     else:
@@ -366,8 +350,7 @@ def test_a_target_says_what_it_means(arguments: Any, clause: str) -> None:
 
 def test_a_prompt_of_nothing_is_legal_with_a_source() -> None:
     """All of the prompt is in the source; its budget is what is left.  (C9.2)"""
-    store = SharedLedger()
-    source = store.retain(130)
+    store, source = retained(130)
     sequence = store.go_on(source, 0, 0)
 
     assert int(store.ledger.sequences.budget_tokens[sequence.row]) == 130
@@ -387,8 +370,7 @@ def test_the_budget_lies_behind_the_source(
     keep_source: bool, frontier: int, prompt: int, output: int, entitlement: int
 ) -> None:
     """Entitlement covers frontier + prompt + output; what is kept is not charged again.  (C9.1, C9.2, C16.4)"""
-    store = SharedLedger()
-    source = store.retain(130)
+    store, source = retained(130)
     free = store.available()
     target = ActivationTarget(prompt, output, source, frontier, keep_source)
     (plan,) = store.explain(target).pools
@@ -403,8 +385,7 @@ def test_the_budget_lies_behind_the_source(
 @pytest.mark.parametrize("keep_source", [True, False])
 def test_source_and_budget_beyond_the_context_are_refused_for_ever(keep_source: bool) -> None:
     """130 + 127 > 256: no waiting helps.  At the exact ceiling it is granted.  (C9.2, C10.9)"""
-    store = SharedLedger()
-    source = store.retain(130)
+    store, source = retained(130)
 
     answer = store.refuse(ActivationTarget(1, 126, source, None, keep_source))
     assert answer == Refusal("main", 5, 4, forever=True, reason="context")
@@ -413,8 +394,7 @@ def test_source_and_budget_beyond_the_context_are_refused_for_ever(keep_source: 
 
 def test_rows_are_asked_for_before_pages_and_waiting_helps() -> None:
     """C = 2: both rows run; the source stays valid.  (C10.9)"""
-    store = SharedLedger(max_concurrency=2, tokens=512)
-    source = store.retain(64)
+    store, source = retained(64, max_concurrency=2, tokens=512)
     first = store.start(1)
     store.start(1)
 
@@ -427,8 +407,7 @@ def test_rows_are_asked_for_before_pages_and_waiting_helps() -> None:
 @pytest.mark.parametrize("keep_source", [True, False])
 def test_s36_the_pages_of_the_claimed_prefix_are_not_free_for_its_growth(keep_source: bool) -> None:
     """S36: 5 free pages of which 2 are the prefix: a claim of 4 more is refused, for only 3 remain.  (C10.9)"""
-    store = SharedLedger(max_context=384, max_concurrency=4, tokens=384)
-    source = store.retain(128)
+    store, source = retained(128, max_context=384, max_concurrency=4, tokens=384)
     store.start(1)
     assert store.available() == 3
 

@@ -22,6 +22,7 @@ from tests.host.builders import (
     leave_broken,
     make_ledger,
     mapped,
+    running,
     slices_of,
     trim,
     write,
@@ -373,8 +374,7 @@ def test_a_lease_made_by_hand_is_refused(pool: str, page_id: int) -> None:
 
 def test_a_frozen_prefix_does_not_stop_mapping_for_the_next_unit() -> None:
     """Blocks beyond the range in flight may be mapped, up to the entitlement of 192 tokens.  (C12.1, C9.3)"""
-    ledger = make_ledger()
-    sequence = activate(ledger, 150)
+    ledger, sequence = running(150)
     unit, _ = begin(ledger, sequence, 10)
 
     with refused(EntitlementExceeded, "C9.3", ledger):
@@ -389,8 +389,7 @@ def test_a_frozen_prefix_does_not_stop_mapping_for_the_next_unit() -> None:
                          [(0, 2), (5, 2), (59, 1), (60, 1), (122, 1), (123, 0), (2**30 - 1, 0)])
 def test_provisional_columns_are_counted_from_the_frontier(provisional: int, trimmed: int) -> None:
     """Frontier 70 of 4 mapped pages: 58 more columns fill the second page, 122 the third.  (C9.6)"""
-    ledger = make_ledger()
-    sequence = activate(ledger, 256)
+    ledger, sequence = running(256)
     write(ledger, sequence, 256, accepted=70)
 
     assert trim(ledger, sequence, provisional=provisional) == trimmed
@@ -421,8 +420,7 @@ def test_trim_takes_one_provisional_count_per_entry() -> None:
 @pytest.mark.parametrize("bad", [-1, [1, 2], [[1]], [[1, 2], 3], 1.0, True, "1", None, 2**30, 2**70])
 def test_counts_are_one_or_one_per_entry(bad: object) -> None:
     """Other shapes, types, signs and sizes are refused in every batch call, with no NumPy error.  (C14.4, S30)"""
-    ledger = make_ledger()
-    sequence = activate(ledger, 200)
+    ledger, sequence = running(200)
     batch = ledger.batch([sequence])
     write(ledger, sequence, 10)
 
@@ -444,9 +442,7 @@ TOKEN_CALLS: list[tuple[str, Callable[[Ledger, Sequence, int], object]]] = [
 @pytest.mark.parametrize("tokens", [1.0, True, "1", None, np.int32(1), -1, 101, 128, 129, 2**40])
 def test_token_limits_are_integers_within_the_context(tokens: int) -> None:
     """Another type is not converted; not beyond S = 100, although L holds 128.  (C9.3, C9.10, C11.2)"""
-    ledger = make_ledger(max_context=100)
-    sequence = activate(ledger, 100)
-    write(ledger, sequence, 10)
+    ledger, sequence = running(100, written=10, max_context=100)
 
     for clause, call in TOKEN_CALLS:
         with refused(MisuseError, clause, ledger):
@@ -455,9 +451,7 @@ def test_token_limits_are_integers_within_the_context(tokens: int) -> None:
 
 def test_truncate_to_nothing_empties_the_space_and_keeps_the_entitlement() -> None:
     """Above the frontier and below zero it is refused.  (C9.10)"""
-    ledger = make_ledger()
-    sequence = activate(ledger, 200)
-    write(ledger, sequence, 130)
+    ledger, sequence = running(200, written=130)
     before = counts(ledger)
 
     for tokens in (-1, 131):
@@ -526,9 +520,7 @@ def test_a_table_row_is_not_a_batch_entry_and_not_a_lane() -> None:
 
 def test_columns_at_or_beyond_the_context_are_refused_before_launch() -> None:
     """S = 100: position 99 is the last one, although its page has room for 128.  (C11.2)"""
-    ledger = make_ledger(max_context=100)
-    sequence = activate(ledger, 100)
-    write(ledger, sequence, 98)
+    ledger, sequence = running(100, written=98, max_context=100)
 
     with refused(MisuseError, "C11.2", ledger, match="position 100 of row"):
         begin(ledger, sequence, 3)

@@ -18,7 +18,7 @@ from pagedkv.ledger.continuations import Continuation
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationTarget
-from tests.host.builders import activate, make_ledger, write
+from tests.host.builders import activate, make_ledger
 
 SIZES = (64, 192)
 """Many more pages would show nothing more: one call a page is 128 calls apart here."""
@@ -42,9 +42,7 @@ def calls_of(operation: Callable[[], object]) -> int:
 
 
 def written(ledger: Ledger, tokens: int) -> Sequence:
-    sequence = activate(ledger, tokens)
-    write(ledger, sequence, tokens)
-    return sequence
+    return activate(ledger, tokens, written=tokens)
 
 
 def retained(ledger: Ledger, tokens: int) -> Continuation:

@@ -21,7 +21,7 @@ from pagedkv.ledger.ledger import Ledger
 from pagedkv.values.config import MTPBackend
 from tests.checkout import ROOT
 from tests.host.builders import activate, begin, growing, leave_broken, make_ledger, trim, write
-from tests.host.sharing import MTP, SharedLedger
+from tests.host.sharing import MTP, retained
 
 
 def store_in_use() -> Ledger:
@@ -40,8 +40,7 @@ def store_that_shares() -> Ledger:
     Row 0 is its fork, and so is continuation 2, at 128; row 1 was moved and holds an immutable page alone; rows 2
     and 3 share two pages that no continuation holds; row 4 is free.
     """
-    store = SharedLedger(max_concurrency=5, backend=MTP)
-    kept = store.retain({"main": 130, "mtp": 130})
+    store, kept = retained({"main": 130, "mtp": 130}, max_concurrency=5, backend=MTP)
     running = store.go_on(kept, 60)
     store.append(running, {"main": 10, "mtp": 10})
     store.finish(store.go_on(kept, frontier={"main": 128, "mtp": 128}))

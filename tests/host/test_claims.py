@@ -21,7 +21,7 @@ from pagedkv.ledger.transaction import ActivationTarget, Refusal, Transaction
 from pagedkv.values.config import Backend
 from tests.host.builders import activate, begin, counts, leave_broken
 from tests.host.refusals import differences, observables, refused
-from tests.host.sharing import BACKENDS, MTP, SharedLedger
+from tests.host.sharing import BACKENDS, MTP, SharedLedger, retained, started
 
 STEPS: tuple[tuple[type, str], ...] = ((Continuations, "claim"), (PagePool, "try_reserve"), (PagePool, "bind"),
                                        (LogicalPages, "describe_copy"), (LogicalPages, "pin"), (Sequences, "lease_row"))
@@ -58,8 +58,7 @@ def fail_before(monkeypatch: pytest.MonkeyPatch, number: int, error: type[BaseEx
 
 def in_use() -> tuple[SharedLedger, Continuation, Sequence]:
     """Return two pools, a source whose pages another continuation shares, and a running sequence with tails."""
-    store = SharedLedger(backend=MTP, max_context=320)
-    source = store.retain({"main": 130, "mtp": 130})
+    store, source = retained({"main": 130, "mtp": 130}, backend=MTP, max_context=320)
     store.finish(store.go_on(source, frontier={"main": 128, "mtp": 128}))
     running = store.go_on(source, 100)
     store.append(running, {"main": 20, "mtp": 10})
@@ -243,8 +242,7 @@ def test_a_prepared_activation_ends_once(kind: str, first: str) -> None:
 def test_a_shared_page_that_a_prepared_fork_copies_may_lose_its_other_holders() -> None:
     """C is forked inside a page that A holds too: A is released, moved or finished meanwhile.  (C7.4, C10.2)"""
     for way in ("release", "move", "finish", "abort"):
-        store = SharedLedger(max_context=320)
-        one = store.retain(130)
+        store, one = retained(130, max_context=320)
         two = store.finish(store.go_on(one, frontier=128))
         running = store.go_on(one, 1, frontier=128) if way in ("finish", "abort") else None
         kept = store.read(two)
@@ -318,9 +316,7 @@ def prepare_snapshot(store: SharedLedger, sequence: Sequence) -> Transaction:
 
 def prepared_checkpoint(tokens: int) -> tuple[SharedLedger, Sequence, Transaction]:
     """Return a store, a sequence with committed tokens, and the transaction of its snapshot."""
-    store = SharedLedger()
-    sequence = store.start(200)
-    store.append(sequence, tokens)
+    store, sequence = started(200, written=tokens)
     return store, sequence, prepare_snapshot(store, sequence)
 
 
@@ -329,8 +325,7 @@ def prepared_checkpoint(tokens: int) -> tuple[SharedLedger, Sequence, Transactio
 def test_a_prepared_snapshot_is_invisible_and_an_aborted_one_never_was(backend: Backend | None, tokens: int) -> None:
     """Counters, writer and active references as before.  (C10.6; vector 52)"""
     store = SharedLedger(backend=backend)
-    sequence = store.start(200)
-    store.append(sequence, dict.fromkeys(store.ledger.active, tokens))
+    sequence = store.start(200, written=dict.fromkeys(store.ledger.active, tokens))
     before = observables(store.ledger)
     prepared = prepare_snapshot(store, sequence)
     assert store.ledger.continuations.handles() == []

@@ -13,7 +13,7 @@ from pagedkv.ledger.transaction import ActivationTarget
 from pagedkv.values.config import Backend
 from tests.host.builders import begin, counts, leave_broken, trim
 from tests.host.refusals import differences, observables, refused
-from tests.host.sharing import BACKENDS, MTP, SharedLedger
+from tests.host.sharing import BACKENDS, MTP, SharedLedger, retained, started
 
 # ---- retain ----------------------------------------------------------------------------------------------
 
@@ -23,8 +23,7 @@ from tests.host.sharing import BACKENDS, MTP, SharedLedger
 def test_retaining_keeps_membership_and_frontier_and_gives_up_the_rest(backend: Backend | None, tokens: int) -> None:
     """Row free, reservation 0, available grows by it; no writer; all that is committed is protected.  (C9.8, C7.8)"""
     store = SharedLedger(backend=backend)
-    sequence = store.start(256)
-    store.append(sequence, dict.fromkeys(store.ledger.active, tokens))
+    sequence = store.start(256, written=dict.fromkeys(store.ledger.active, tokens))
     read = {pool: store.read(sequence, pool) for pool in store.ledger.active}
     seen = {pool: (store.logical(sequence, pool), store.column("content", sequence, pool),
                    store.column("serial", sequence, pool)) for pool in store.ledger.active}
@@ -48,8 +47,7 @@ def test_retaining_keeps_membership_and_frontier_and_gives_up_the_rest(backend: 
 
 def test_retaining_trims_what_is_provisional_in_every_pool() -> None:
     """Mapped pages behind the frontiers go back first: a rejected draft leaves no coverage.  (C9.8, C13.3, S85)"""
-    store = SharedLedger(backend=MTP)
-    sequence = store.start(256)
+    store, sequence = started(256, backend=MTP)
     unit, _ = begin(store.ledger, sequence, {"main": 250, "mtp": 200})
     store.ledger.commit_unit(unit, {"main": 66, "mtp": 64})
     kept = store.finish(sequence)
@@ -61,8 +59,7 @@ def test_retaining_trims_what_is_provisional_in_every_pool() -> None:
 
 def test_a_backend_without_a_token_is_retained_as_nothing() -> None:
     """Its frontier is 0: no page, and a later activation begins there.  (C9.9)"""
-    store = SharedLedger(backend=MTP)
-    kept = store.retain({"main": 70, "mtp": 0})
+    store, kept = retained({"main": 70, "mtp": 0}, backend=MTP)
     assert (store.logical(kept, "mtp"), store.frontier(kept, "mtp")) == ([], 0)
 
     store.ledger.protect(kept, 0, "mtp")
@@ -74,8 +71,7 @@ def test_a_backend_without_a_token_is_retained_as_nothing() -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_continuation_goes_on_in_any_row(keep: bool) -> None:
     """The table of the new row equals the membership's order.  (C9.7; vector 43)"""
-    store = SharedLedger()
-    kept = store.retain(130)
+    store, kept = retained(130)
     blocker = store.start(1)
     sequence = store.go_on(kept, 60, keep_source=keep)
     store.append(sequence, 60)
@@ -88,9 +84,7 @@ def test_a_continuation_goes_on_in_any_row(keep: bool) -> None:
 @pytest.mark.parametrize("state", [None, "s"])
 def test_a_state_is_for_a_continuation(state: object) -> None:
     """`finish` without retain has nothing to attach it to; with it, None is no state.  (C9.8, C2.2)"""
-    store = SharedLedger()
-    sequence = store.start(100)
-    store.append(sequence, 70)
+    store, sequence = started(100, written=70)
     if state is not None:
         with refused(MisuseError, "C9.8", store.ledger):
             store.ledger.finish(sequence, state=state)
@@ -105,8 +99,7 @@ def test_a_state_is_for_a_continuation(state: object) -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 def test_continuations_are_released_in_any_order(order: tuple[int, ...]) -> None:
     """A page goes back with its last reference; what is left reads as before.  (C9.8; vector 56)"""
-    store = SharedLedger(max_context=256, backend=MTP)
-    first = store.retain({"main": 200, "mtp": 130})
+    store, first = retained({"main": 200, "mtp": 130}, max_context=256, backend=MTP)
     second = store.finish(store.go_on(first, frontier={"main": 130, "mtp": 64}))
     running = store.go_on(second, 100)
     store.append(running, {"main": 70, "mtp": 70})
@@ -137,8 +130,7 @@ def test_a_handle_that_outlived_its_continuation_is_refused(
     end: str, use: Callable[[Ledger, Continuation], object]
 ) -> None:
     """Twice, and after its pages serve another: nothing changes.  (C9.8, S25, S35, S37)"""
-    store = SharedLedger()
-    kept = store.retain(130)
+    store, kept = retained(130)
     if end == "release":
         store.release(kept)
     else:
@@ -167,8 +159,7 @@ def test_only_a_handle_of_this_store_names_a_continuation(
 
 def test_releasing_while_a_transfer_reads_a_page_is_refused_in_every_pool() -> None:
     """The pin is in the second pool: the first keeps its pages too.  (C7.4, C10.2)"""
-    store = SharedLedger(backend=MTP)
-    kept = store.retain({"main": 130, "mtp": 100})
+    store, kept = retained({"main": 130, "mtp": 100}, backend=MTP)
     spaces = store.ledger.active["mtp"]
     pinned = store.space(kept, "mtp").members[1:]
     spaces.pages.pin(pinned)
@@ -189,8 +180,7 @@ def test_releasing_while_a_transfer_reads_a_page_is_refused_in_every_pool() -> N
 
 def test_protection_is_rebuilt_when_it_goes_down_and_up() -> None:
     """At 65: {64, 1}; at 32: {32, 0}; back at 65.  (C7.8; vector 37)"""
-    store = SharedLedger()
-    kept = store.retain(130)
+    store, kept = retained(130)
     seen = []
     for tokens in (65, 32, 65, 0, 64, 130):
         store.ledger.protect(kept, tokens, "main")
@@ -206,8 +196,7 @@ def test_protection_is_rebuilt_when_it_goes_down_and_up() -> None:
 ])
 def test_only_what_is_committed_is_protected(committed: int, tokens: int) -> None:
     """0 to the frontier, also where no page behind it could refuse; whole tokens, in an enabled pool.  (C7.8)"""
-    store = SharedLedger()
-    kept = store.retain(committed)
+    store, kept = retained(committed)
 
     with refused(MisuseError, "C7.8", store.ledger):
         store.ledger.protect(kept, tokens, "main")
@@ -217,8 +206,7 @@ def test_only_what_is_committed_is_protected(committed: int, tokens: int) -> Non
 
 def test_a_page_protects_the_most_of_what_its_inactive_spaces_protect() -> None:
     """Three continuations on the same two pages, lowered and released one after another.  (C7.8)"""
-    store = SharedLedger(max_context=320)
-    first = store.retain(200)
+    store, first = retained(200, max_context=320)
     second = store.finish(store.go_on(first, frontier=128))
     third = store.finish(store.go_on(first, frontier=192))
     pages = store.logical(first)
@@ -252,8 +240,7 @@ def test_a_page_protects_the_most_of_what_its_inactive_spaces_protect() -> None:
 
 def test_a_running_sequence_protects_nothing() -> None:
     """A Move takes the protection of its space away, and leaves that of the others.  (C7.8, C10.4)"""
-    store = SharedLedger()
-    kept = store.retain(130)
+    store, kept = retained(130)
     store.go_on(kept, frontier=64)
     assert store.column("protected", kept) == [64, 64, 2]
     sequence = store.go_on(kept, keep_source=False)
@@ -267,8 +254,7 @@ def test_a_running_sequence_protects_nothing() -> None:
 @pytest.mark.parametrize("tokens", [1, 32, 63, 64, 65, 127, 128, 129, 130])
 def test_truncating_a_continuation_drops_pages_and_cuts_one(tokens: int) -> None:
     """Pages behind go to available; the page cut inside gets a new content epoch, and no other.  (C9.10, C7.6)"""
-    store = SharedLedger()
-    kept = store.retain(130)
+    store, kept = retained(130)
     read, contents, free = store.read(kept), store.column("content", kept), store.available()
     store.ledger.protect(kept, 0, "main")
     store.ledger.truncate_continuation(kept, tokens, "main")
@@ -288,8 +274,7 @@ def test_truncating_a_continuation_drops_pages_and_cuts_one(tokens: int) -> None
 
 def test_a_state_goes_with_the_frontier_of_main_that_it_was_complete_at() -> None:
     """KV presence at another is no hit; an equal frontier, and a backend's, leave the state.  (C2.2, C16.16)"""
-    store = SharedLedger(backend=MTP)
-    kept = store.retain({"main": 130, "mtp": 100})
+    store, kept = retained({"main": 130, "mtp": 100}, backend=MTP)
     for pool in ("main", "mtp"):
         store.ledger.protect(kept, 0, pool)
     store.ledger.truncate_continuation(kept, 130, "main")
@@ -305,8 +290,7 @@ def test_a_state_goes_with_the_frontier_of_main_that_it_was_complete_at() -> Non
 
 def test_truncating_below_what_is_protected_is_refused_until_it_is_lowered() -> None:
     """Retaining protects all of it.  (C7.8, C9.10; vector 39)"""
-    store = SharedLedger()
-    kept = store.retain(130)
+    store, kept = retained(130)
     for tokens in (1, 64, 128, 129):  # at 64 and 128 whole pages would go, and none is cut inside
         with refused(MisuseError, "C9.10", store.ledger, match=r"expected 130 \(protected\) to 130 tokens"):
             store.ledger.truncate_continuation(kept, tokens, "main")
@@ -321,8 +305,7 @@ def test_truncating_below_what_is_protected_is_refused_until_it_is_lowered() -> 
 @pytest.mark.parametrize("tokens", [-1, 131, 0, 1.5])
 def test_a_truncate_lowers_and_leaves_main_a_token(tokens: int) -> None:
     """Not up, not below 0, and 0 is what `release` is for.  (C9.10)"""
-    store = SharedLedger()
-    kept = store.retain(130)
+    store, kept = retained(130)
     store.ledger.protect(kept, 0, "main")
 
     with refused(MisuseError, "C9.10", store.ledger):
@@ -333,8 +316,7 @@ def test_a_truncate_lowers_and_leaves_main_a_token(tokens: int) -> None:
 
 def test_a_backend_is_truncated_to_nothing_and_main_is_not_touched() -> None:
     """Every truncate names its pool.  (C9.9)"""
-    store = SharedLedger(backend=MTP)
-    kept = store.retain({"main": 130, "mtp": 100})
+    store, kept = retained({"main": 130, "mtp": 100}, backend=MTP)
     main = store.read(kept)
     store.ledger.protect(kept, 0, "mtp")
     assert store.column("protected", kept) == [64, 64, 2]
@@ -349,8 +331,7 @@ def test_a_backend_is_truncated_to_nothing_and_main_is_not_touched() -> None:
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127])
 def test_truncating_a_continuation_inside_or_across_a_shared_page_is_refused(holder: str, tokens: int) -> None:
     """Until the other space let go; behind the shared pages it is allowed.  (C9.10, C16.8)"""
-    store = SharedLedger()
-    kept = store.retain(200)
+    store, kept = retained(200)
     other = store.go_on(kept, frontier=128)
     if holder == "continuation":
         saved = store.finish(other)
@@ -377,8 +358,7 @@ def test_truncating_a_row_inside_or_across_a_shared_page_is_refused(how: str, to
     """However it came to share; and allowed again after the other space was released.  (C9.10, C16.7)"""
     store = SharedLedger()
     if how == "snapshot":
-        sequence = store.start(200)
-        store.append(sequence, 130)
+        sequence = store.start(200, written=130)
         other = store.snapshot(sequence)
     else:
         kept = store.retain(130)
@@ -406,8 +386,7 @@ def test_truncating_a_row_inside_or_across_a_shared_page_is_refused(how: str, to
 
 def test_a_trim_never_touches_a_shared_page() -> None:
     """Shared pages are full and committed, so they lie below every frontier that a trim keeps.  (C9.6)"""
-    store = SharedLedger()
-    kept = store.retain(128)
+    store, kept = retained(128)
     sequence = store.go_on(kept, 100)
     unit, _ = begin(store.ledger, sequence, 100)
     store.ledger.commit_unit(unit, {"main": 0})

@@ -11,7 +11,7 @@ from pagedkv.ledger.events import EVENT_KINDS, PageEvent, PageEvents
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationTarget
-from tests.host.builders import activate, begin, make_ledger, trim, write
+from tests.host.builders import activate, begin, make_ledger, running, trim, write
 from tests.host.picture import Picture
 from tests.host.refusals import refused
 from tests.host.walking import walk_events
@@ -25,11 +25,9 @@ def watched(ledger: Ledger) -> Picture:
     return picture
 
 
-def retained(ledger: Ledger, tokens: int) -> pk.Continuation:
+def retained_in(ledger: Ledger, tokens: int) -> pk.Continuation:
     """Return a continuation of so many tokens of a budget of 200."""
-    source = activate(ledger, 200)
-    write(ledger, source, tokens)
-    kept = ledger.finish(source, retain=True, state="state")
+    kept = ledger.finish(activate(ledger, 200, written=tokens), retain=True, state="state")
     assert kept is not None
     return kept
 
@@ -52,8 +50,7 @@ def test_a_trim_is_an_event_and_the_page_may_come_back() -> None:
     """S56: 126, a draft of 5 maps page 2, one accepted: the observer holds [0, 1]; at 129 page 2 is back.  (C9.6)"""
     ledger = make_ledger()
     picture = watched(ledger)
-    sequence = activate(ledger, 200)
-    write(ledger, sequence, 126)
+    sequence = activate(ledger, 200, written=126)
     write(ledger, sequence, 5, accepted=1)
     ledger.events.deliver()
     assert picture.row(sequence.row) == [0, 1, 2]
@@ -90,7 +87,7 @@ def test_a_fork_materializes_its_tail_and_publishes_its_membership() -> None:
     """C10.3, C10.5: two shared pages and a copied tail; finishing it gives its tail back, and releasing the rest."""
     ledger = make_ledger()
     picture = watched(ledger)
-    kept = retained(ledger, 150)
+    kept = retained_in(ledger, 150)
     told(ledger, picture)
     fork = went_on(ledger, kept)
 
@@ -106,7 +103,7 @@ def test_a_shared_page_is_released_with_its_last_reference_only() -> None:
     """C9.8: the continuation goes first; what the fork still holds goes with the fork, shared pages before its own."""
     ledger = make_ledger()
     picture = watched(ledger)
-    kept = retained(ledger, 150)
+    kept = retained_in(ledger, 150)
     fork = went_on(ledger, kept)
     told(ledger, picture)
 
@@ -121,7 +118,7 @@ def test_a_move_releases_what_lies_beyond_its_frontier() -> None:
     """C10.4: three pages, moved at 70: two are published, the third returned to available."""
     ledger = make_ledger()
     picture = watched(ledger)
-    kept = retained(ledger, 150)
+    kept = retained_in(ledger, 150)
     told(ledger, picture)
     moved = went_on(ledger, kept, 70, keep_source=False)
 
@@ -133,8 +130,7 @@ def test_a_checkpoints_copied_tail_has_no_row() -> None:
     """C10.6: one page is materialized for the checkpoint; cutting it gives that page back.  (C9.10)"""
     ledger = make_ledger()
     picture = watched(ledger)
-    sequence = activate(ledger, 200)
-    write(ledger, sequence, 100)
+    sequence = activate(ledger, 200, written=100)
     told(ledger, picture)
     checkpoint = ledger.try_snapshot(sequence, "state")
     assert isinstance(checkpoint, pk.Continuation)
@@ -148,9 +144,7 @@ def test_a_checkpoints_copied_tail_has_no_row() -> None:
 
 def test_what_is_aborted_or_refused_is_in_no_event() -> None:
     """C10.2: claims of an activation and of a snapshot that were given back, a unit beyond the entitlement."""
-    ledger = make_ledger()
-    sequence = activate(ledger, 100)
-    write(ledger, sequence, 100)
+    ledger, sequence = running(100, written=100)
     kept = ledger.try_snapshot(sequence, "state")
     assert isinstance(kept, pk.Continuation)
     picture = watched(ledger)

@@ -104,8 +104,7 @@ def test_refusals_name_the_smaller_entitlement() -> None:
 def test_a_fork_reserves_what_its_source_lacks_of_the_window() -> None:
     """C9.1, C9.2: shared pages count in the entitlement, the window begins behind source and prompt."""
     ledger = growing()
-    first = activate(ledger, 130, 4000 - 130)
-    write(ledger, first, 130)
+    first = activate(ledger, 130, 4000 - 130, written=130)
     source = ledger.finish(first, retain=True, state="state")
     assert counts(ledger) == (3, 0, 125)
 
@@ -122,8 +121,7 @@ def test_a_fork_reserves_what_its_source_lacks_of_the_window() -> None:
 def test_a_row_grows_by_a_window_when_it_reaches_its_cushion() -> None:
     """C9.2, C16.10: not at the frontier where the cushion begins, but one token behind it."""
     ledger = growing()
-    sequence = activate(ledger, 64, 4000)
-    write(ledger, sequence, 320)
+    sequence = activate(ledger, 64, 4000, written=320)
 
     before = snapshot(ledger.active)
     assert begin_round(ledger, sequence) == []
@@ -150,8 +148,7 @@ def test_growth_stops_at_the_budget() -> None:
 def test_the_ladder_takes_the_first_rung_that_fits(free: int, gained: int) -> None:
     """C9.2: a window of 256 tokens, 128, then 64."""
     ledger = growing(tokens=4096)
-    sequence = activate(ledger, 64, 4000)
-    write(ledger, sequence, 321)
+    sequence = activate(ledger, 64, 4000, written=321)
     activate(ledger, 4096 - 7 * 64 - free * 64)
 
     assert begin_round(ledger, sequence) == ([] if gained else [sequence])
@@ -161,8 +158,7 @@ def test_the_ladder_takes_the_first_rung_that_fits(free: int, gained: int) -> No
 def test_no_rung_is_larger_than_the_window() -> None:
     """C9.2: with a window of 64 tokens a row grows by one page."""
     ledger = growing(window=64)
-    sequence = activate(ledger, 64, 4000)
-    write(ledger, sequence, 129)
+    sequence = activate(ledger, 64, 4000, written=129)
 
     assert ledger.growth.ladder_pages == (1,)
     begin_round(ledger, sequence)
@@ -188,8 +184,7 @@ def test_pools_grow_together_or_not_at_all(backend: Backend) -> None:
     """C6.3, C9.2: where only the backend lacks pages, Main does not grow either."""
     ledger = growing(backend=backend, tokens=4096)
     backend_pool = list(ledger.active)[1]
-    sequence = activate(ledger, 64, 3000)
-    write(ledger, sequence, {"main": 321, backend_pool: 300})
+    sequence = activate(ledger, 64, 3000, written={"main": 321, backend_pool: 300})
     hog = ledger.active[backend_pool].pool
     taken = hog.available
     hog.try_reserve(taken)
@@ -216,8 +211,7 @@ def test_each_row_grows_for_its_own_pool() -> None:
 def test_the_full_mtp_entitlement_keeps_its_lead() -> None:
     """C5.6, C9.2: Main stops at the budget, MTP K - 1 tokens behind it."""
     ledger = growing(backend=MTP, max_context=1024)
-    sequence = activate(ledger, 64, 448)
-    write(ledger, sequence, {"main": 321, "mtp": 321})
+    sequence = activate(ledger, 64, 448, written={"main": 321, "mtp": 321})
     begin_round(ledger, sequence)
 
     assert (entitled(ledger, sequence), entitled(ledger, sequence, "mtp")) == (8, 9)
@@ -246,8 +240,7 @@ def test_begin_round_is_refused_in_flight_and_for_stale_handles() -> None:
 def test_without_the_flag_nothing_grows() -> None:
     """C9.2: off by default; the whole budget is reserved and a round changes nothing."""
     ledger = make_ledger(max_context=4096)
-    sequence = activate(ledger, 64, 4000)
-    write(ledger, sequence, 4064)
+    sequence = activate(ledger, 64, 4000, written=4064)
 
     before = snapshot(ledger)
     assert begin_round(ledger, sequence) == []
@@ -303,8 +296,7 @@ def test_a_row_that_is_not_extended_runs_on_its_cushion_and_ends_covered() -> No
 def test_the_cushion_holds_a_forced_span_after_the_last_extension() -> None:
     """C9.2: a launch to one token behind the threshold, a forced span, and the next launch: all covered."""
     ledger = growing(tokens=4096, columns=16, forced=300)
-    sequence = activate(ledger, 64, 4000)
-    write(ledger, sequence, 320)
+    sequence = activate(ledger, 64, 4000, written=320)
     activate(ledger, 4096 - entitled(ledger, sequence) * 64)
 
     assert begin_round(ledger, sequence) == []
@@ -387,8 +379,7 @@ def test_a_configuration_of_another_form_is_refused(options: dict[str, object]) 
 def test_a_row_whose_round_is_to_come_breaks_no_law() -> None:
     """C16.17: the law is of round boundaries; a chunk of 100 columns within the lease needs none before."""
     ledger = growing()
-    sequence = activate(ledger, 64, 4000)
-    write(ledger, sequence, 348)
+    sequence = activate(ledger, 64, 4000, written=348)
     write(ledger, sequence, 100)
 
     check_ledger(ledger)

@@ -74,8 +74,7 @@ def altered(lines: list[str], revision: int, **changes: object) -> list[str]:
 
 def short_run() -> list[str]:
     ledger, file = journaled()
-    sequence = activate(ledger, 200)
-    write(ledger, sequence, 130)
+    sequence = activate(ledger, 200, written=130)
     trim(ledger, sequence)
     ledger.finish(sequence)
     return lines_of(file)
@@ -173,8 +172,7 @@ def test_a_refusal_is_a_line() -> None:
 def test_a_journal_keeps_no_state_of_the_caller() -> None:
     """C2.2: only whether there is one."""
     ledger, file = journaled()
-    sequence = activate(ledger, 100)
-    write(ledger, sequence, 10)
+    sequence = activate(ledger, 100, written=10)
     ledger.finish(sequence, retain=True, state="a secret")
 
     assert "secret" not in file.getvalue()
@@ -383,8 +381,7 @@ def test_a_line_that_cannot_be_written_ends_the_journal_and_not_the_run(caplog: 
     journal = Journal(file)
     ledger = recorded_in(journal)
     with caplog.at_level(logging.ERROR, logger="pagedkv"):
-        sequence = activate(ledger, 200)
-        write(ledger, sequence, 130)
+        sequence = activate(ledger, 200, written=130)
         ledger.finish(sequence)
 
     assert caplog.text.count("the journal ends after 3 lines") == 1

@@ -67,8 +67,7 @@ def test_s4_provisional_columns_never_pass_the_end_of_the_row() -> None:
 def test_s79_the_context_is_reached_exactly_with_a_draft(draft_window: int) -> None:
     """S79: S = 128, provisional columns at 124..128; the one at 128 is inert, L and entitlement stay 2.  (C11.2)"""
     ledger = make_ledger(max_context=128, backend=MTPBackend(draft_window))
-    sequence = activate(ledger, 100, 28)
-    write(ledger, sequence, {"main": 124, "mtp": 124})
+    sequence = activate(ledger, 100, 28, written={"main": 124, "mtp": 124})
 
     for pool in ("main", "mtp"):
         with refused(MisuseError, "C11.2", ledger, match="position 128 of row"):
@@ -162,9 +161,8 @@ def test_s80_every_request_within_the_context_fits_an_empty_pool() -> None:
 
 def test_s25_a_page_released_twice_is_refused_and_ids_stay_distinct() -> None:
     """S25: [4, 4], and [4] from two holders; then everything is allocated: all ids are distinct.  (C6.1)"""
-    ledger = make_ledger(max_context=512, max_concurrency=2)
-    sequence = activate(ledger, 512)
-    write(ledger, sequence, 512)
+    ledger = make_ledger(max_context=512)
+    sequence = activate(ledger, 512, written=512)
     pool = ledger.active["main"].pool
     assert 4 in mapped(ledger, sequence)
 

@@ -11,7 +11,7 @@ from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal
 from pagedkv.values.config import Backend, MTPBackend
-from tests.host.builders import activate, begin, counts, frontier, make_ledger, mapped, refuse, trim, write
+from tests.host.builders import activate, begin, counts, frontier, make_ledger, mapped, refuse, running, trim, write
 from tests.host.refusals import assert_unchanged, refused, snapshot
 from tests.host.sharing import BACKENDS, DRAFT, MTP
 
@@ -22,8 +22,7 @@ from tests.host.sharing import BACKENDS, DRAFT, MTP
                          [(1, 0, 1), (64, 0, 1), (64, 1, 2), (100, 60, 3), (200, 56, 4)])
 def test_an_activation_reserves_prompt_and_whole_output(prompt_tokens: int, output_tokens: int, pages: int) -> None:
     """ceil((prompt + output) / P) pages are in no one's available capacity, and nothing is mapped.  (C9.2, C16.10)"""
-    ledger = make_ledger()
-    sequence = activate(ledger, prompt_tokens, output_tokens)
+    ledger, sequence = running(prompt_tokens, output_tokens)
 
     assert counts(ledger) == (0, pages, 8 - pages)
     assert (mapped(ledger, sequence), frontier(ledger, sequence)) == ([], 0)
@@ -68,8 +67,7 @@ def test_a_budget_beyond_the_context_is_refused_for_ever_not_clamped(
 
 def test_scarcity_is_a_refusal_with_the_numbers() -> None:
     """5 pages: one of 4 leaves 1; 2 more do not fit now, but would alone.  C = 2: the third waits.  (C10.9, S80)"""
-    ledger = make_ledger(max_concurrency=2, tokens=320)
-    first = activate(ledger, 256)
+    ledger, first = running(256, max_concurrency=2, tokens=320)
 
     assert refuse(ledger, 65) == Refusal("main", 2, 1, forever=False)
     second = activate(ledger, 1)
@@ -134,8 +132,7 @@ def test_active_sequences_have_distinct_rows_and_a_row_serves_again() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_finish_gives_up_everything_in_every_pool(backend: Backend | None) -> None:
     """One row selects a space in each; mapped, bound and promised pages go, the next starts empty.  (C9.8, C10.1)"""
-    ledger = make_ledger(backend=backend)
-    sequence = activate(ledger, 200)
+    ledger, sequence = running(200, backend=backend)
     assert all(spaces.entitlement_pages(sequence.row) for spaces in ledger.active.values())
     write(ledger, sequence, dict.fromkeys(ledger.active, 130))
 
@@ -203,8 +200,7 @@ def test_a_batch_of_another_store_is_refused() -> None:
 
 def test_a_batch_names_each_sequence_once() -> None:
     """An empty batch and a repeated sequence are misuse.  (C14.4)"""
-    ledger = make_ledger()
-    sequence = activate(ledger, 100)
+    ledger, sequence = running(100)
 
     for named in ([], [sequence, sequence]):
         with refused(MisuseError, "C14.4", ledger):
@@ -217,9 +213,7 @@ def test_a_batch_names_each_sequence_once() -> None:
 
 def test_pools_map_commit_and_trim_apart() -> None:
     """Main maps 3 pages, MTP 4 (its lead); after rejection each trims its own tail.  (C9.9, C13.1)"""
-    ledger = make_ledger(max_context=320, backend=MTP)
-    sequence = activate(ledger, 130, 60)
-    write(ledger, sequence, {"main": 128, "mtp": 128})
+    ledger, sequence = running(130, 60, written={"main": 128, "mtp": 128}, max_context=320, backend=MTP)
     unit, _ = begin(ledger, sequence, {"main": 6, "mtp": 65})
     assert (len(mapped(ledger, sequence)), len(mapped(ledger, sequence, "mtp"))) == (3, 4)
 
@@ -233,8 +227,7 @@ def test_pools_map_commit_and_trim_apart() -> None:
 
 def test_no_pool_follows_another() -> None:
     """A unit, a commit and a truncate that name one pool leave the other as it was.  (C9.4, C9.9, C16.13)"""
-    ledger = make_ledger(backend=DRAFT)
-    sequence = activate(ledger, 200)
+    ledger, sequence = running(200, backend=DRAFT)
     assert list(write(ledger, sequence, {"draft": 70})) == ["draft"]
     assert (mapped(ledger, sequence), len(mapped(ledger, sequence, "draft"))) == ([], 2)
     assert list(write(ledger, sequence, {"main": 130, "draft": 1})) == ["main"]
@@ -250,8 +243,7 @@ def test_no_pool_follows_another() -> None:
 
 def test_a_pool_that_is_not_enabled_is_refused() -> None:
     """Every operation names a pool of this store, and the refusal names the enabled ones.  (C3.3, C9.9)"""
-    ledger = make_ledger()
-    sequence = activate(ledger, 200)
+    ledger, sequence = running(200)
     batch = ledger.batch([sequence])
     calls: list[Callable[[], object]] = [
         lambda: ledger.begin_unit("step", batch, {"main": 1, "mtp": 1}), lambda: ledger.trim(batch, "draft"),
@@ -266,8 +258,7 @@ def test_a_pool_that_is_not_enabled_is_refused() -> None:
 @pytest.mark.parametrize("scarce", ["main", "mtp"])
 def test_a_unit_maps_in_all_its_pools_or_in_none(scarce: str) -> None:
     """Beyond one pool's entitlement nothing is mapped in the other.  (C9.3, C9.4)"""
-    ledger = make_ledger(backend=MTPBackend(1))
-    sequence = activate(ledger, 100)
+    ledger, sequence = running(100, backend=MTPBackend(1))
 
     with refused(EntitlementExceeded, "C9.3", ledger, match=f"pool {scarce}"):
         begin(ledger, sequence, {"main": 10, "mtp": 10} | {scarce: 129})

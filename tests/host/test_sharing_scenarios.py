@@ -10,13 +10,12 @@ from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationTarget, Refusal
 from tests.host.builders import counts, leave_broken, trim
 from tests.host.refusals import refused
-from tests.host.sharing import Held, SharedLedger
+from tests.host.sharing import Held, retained
 
 
 def test_s24_a_refused_admission_remembers_no_prefix() -> None:
     """S24: A does not fit, its prefix is released, the retry with the old handle is refused.  (C10.9)"""
-    store = SharedLedger(tokens=320)
-    source = store.retain(192)
+    store, source = retained(192, tokens=320)
     blocker = store.start(64)
     answer = store.refuse(ActivationTarget(1, 63, source, 130))
     assert answer == Refusal("main", 2, 1, forever=False)  # 4 pages of entitlement, 2 shared, 1 available
@@ -31,8 +30,7 @@ def test_s24_a_refused_admission_remembers_no_prefix() -> None:
 
 def test_s39_four_forks_of_100_tokens_and_a_fork_of_the_second_equal_unshared_runs() -> None:
     """S39: each reads what an unshared run of the same writes would read.  (C10.5)"""
-    store = SharedLedger(max_context=256, max_concurrency=6)
-    source = store.retain(100)
+    store, source = retained(100, max_context=256, max_concurrency=6)
     prefix = store.read(source)
     expected: dict[Sequence, list[int]] = {}
     forks = [store.go_on(source, 100) for _ in range(4)]
@@ -55,10 +53,8 @@ def test_s8_no_operation_replaces_a_page_of_an_active_row() -> None:
 
     A publishes two pages, B wrote the same two privately: B's row goes on naming its own.
     """
-    store = SharedLedger(max_context=256, max_concurrency=4)
-    first = store.retain(128)
-    row_b = store.start(256)
-    store.append(row_b, 128)
+    store, first = retained(128, max_context=256, max_concurrency=4)
+    row_b = store.start(256, written=128)
     ids, read = store.page_ids(row_b), store.read(row_b)
 
     checkpoint = store.snapshot(row_b)
@@ -77,8 +73,7 @@ def test_s8_no_operation_replaces_a_page_of_an_active_row() -> None:
 
 def test_s59_a_source_that_is_its_own_cheapest_victim_is_never_listed_twice() -> None:
     """S59: five sessions share one prefix; a Fork that does not fit names no victim and changes nothing.  (C1.2)"""
-    store = SharedLedger(max_context=320, max_concurrency=8, tokens=640)
-    source = store.retain(320)
+    store, source = retained(320, max_context=320, max_concurrency=8, tokens=640)
     sessions = [store.finish(store.go_on(source, frontier=256)) for _ in range(4)]
     assert store.available() == 5
     blocker = store.start(320)
@@ -93,8 +88,7 @@ def test_s59_a_source_that_is_its_own_cheapest_victim_is_never_listed_twice() ->
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
 def test_s25_shared_pages_come_back_with_the_last_reference_and_once(order: tuple[int, ...]) -> None:
     """S25: three holders of the same pages let go in any order; then every id is granted once.  (C9.8; vector 56)"""
-    store = SharedLedger(max_context=256, max_concurrency=4, tokens=512)
-    source = store.retain(130)
+    store, source = retained(130, max_context=256, max_concurrency=4, tokens=512)
     second = store.finish(store.go_on(source))
     holders: list[Held] = [source, second, store.go_on(source)]
     capacity = store.ledger.active["main"].pool.capacity
@@ -117,8 +111,7 @@ def test_s25_shared_pages_come_back_with_the_last_reference_and_once(order: tupl
 
 def test_the_poison_is_seen() -> None:
     """A space that names a free page group reads -1, so what the tests of sharing read would show it.  (S7)"""
-    store = SharedLedger()
-    kept = store.retain(130)
+    store, kept = retained(130)
     page = store.page_ids(kept)[1]
     leave_broken(store.ledger).active["main"].pool.free_runs.give(np.array([page], np.int32))
     store.poison()

@@ -10,7 +10,7 @@ from pagedkv.ledger.transaction import Refusal
 from pagedkv.values.config import Backend
 from tests.host.builders import begin, counts, trim
 from tests.host.refusals import assert_unchanged, refused, snapshot
-from tests.host.sharing import BACKENDS, DRAFT, MTP, SharedLedger
+from tests.host.sharing import BACKENDS, DRAFT, MTP, SharedLedger, started
 
 
 def shape(store: SharedLedger, sequence: Sequence) -> tuple[int, int, int, int]:
@@ -69,9 +69,7 @@ def test_a_snapshot_shares_full_pages_and_copies_the_tail_once(
 
 def test_the_running_sequence_goes_on_in_its_own_tail_from_the_next_offset() -> None:
     """Vector 49, as C10.6 has it: at 65 the checkpoint gets the copy and the row keeps its page.  (C10.6)"""
-    store = SharedLedger()
-    sequence = store.start(100)
-    store.append(sequence, 65)
+    store, sequence = started(100, written=65)
     tail = store.page_ids(sequence)[1]
     checkpoint = store.snapshot(sequence)
     store.append(sequence, 1)
@@ -83,9 +81,7 @@ def test_the_running_sequence_goes_on_in_its_own_tail_from_the_next_offset() -> 
 
 def test_a_snapshot_is_paid_from_available_and_never_from_the_reservation() -> None:
     """Entitlement, reservation and leases of the sequence stay.  (C10.6, C16.10)"""
-    store = SharedLedger(tokens=320)
-    sequence = store.start(256)
-    store.append(sequence, 130)
+    store, sequence = started(256, written=130, tokens=320)
     assert counts(store.ledger) == (3, 1, 1)
     store.snapshot(sequence)
     assert counts(store.ledger) == (4, 1, 0)
@@ -100,9 +96,7 @@ def test_a_snapshot_is_paid_from_available_and_never_from_the_reservation() -> N
 @pytest.mark.parametrize("pool", ["main", "mtp"])
 def test_a_snapshot_while_provisional_pages_are_mapped_is_refused_until_they_are_trimmed(pool: str) -> None:
     """A page wholly behind a frontier is no checkpoint's; the answer names pool and pages.  (C10.6; vector 51)"""
-    store = SharedLedger(backend=MTP)
-    sequence = store.start(256)
-    store.append(sequence, {"main": 100, "mtp": 60})
+    store, sequence = started(256, written={"main": 100, "mtp": 60}, backend=MTP)
     written = {"main": 10, "mtp": 4} | {pool: 150}
     unit, _ = begin(store.ledger, sequence, written)
     store.ledger.commit_unit(unit, {"main": 10, "mtp": 4})
@@ -116,9 +110,7 @@ def test_a_snapshot_while_provisional_pages_are_mapped_is_refused_until_they_are
 
 def test_provisional_columns_inside_the_tail_page_are_no_obstacle_and_no_coverage() -> None:
     """The copy takes the committed columns only.  (C13.2, C7.1)"""
-    store = SharedLedger()
-    sequence = store.start(128)
-    store.append(sequence, 100)
+    store, sequence = started(128, written=100)
     unit, _ = begin(store.ledger, sequence, 10)
     store.bytes["main"][store.page_ids(sequence)[1], 36:46] = 999
     store.ledger.commit_unit(unit, {"main": 3})
@@ -132,9 +124,7 @@ def test_provisional_columns_inside_the_tail_page_are_no_obstacle_and_no_coverag
 @pytest.mark.parametrize("scarce", ["main", "mtp"])
 def test_a_snapshot_without_a_free_page_in_one_pool_takes_none_in_the_other(scarce: str) -> None:
     """The refusal names the pool; nothing of either changed.  (C10.2, C10.6)"""
-    store = SharedLedger(backend=MTP)
-    sequence = store.start(200)
-    store.append(sequence, {"main": 100, "mtp": 70})
+    store, sequence = started(200, written={"main": 100, "mtp": 70}, backend=MTP)
     pool = store.ledger.active[scarce].pool
     taken = pool.available
     assert pool.try_reserve(taken)
@@ -150,8 +140,7 @@ def test_each_pool_is_checkpointed_at_its_own_frontier(backend: Backend, main: i
     """None is derived from another; a backend may have nothing.  (C9.9, C10.6)"""
     store = SharedLedger(backend=backend)
     name = list(store.ledger.active)[1]
-    sequence = store.start(200)
-    store.append(sequence, {"main": main, name: other})
+    sequence = store.start(200, written={"main": main, name: other})
     free = {pool: store.available(pool) for pool in ("main", name)}
     checkpoint = store.snapshot(sequence)
 
@@ -172,8 +161,7 @@ def test_a_backend_that_leads_main_is_no_checkpoint(backend: Backend, lead: int)
     """Neither snapshot nor retain, until the lead is truncated: coverage ends at Main's frontier.  (C13.2, S85)"""
     store = SharedLedger(backend=backend)
     name = list(store.ledger.active)[1]
-    sequence = store.start(200)
-    store.append(sequence, {"main": 66, name: 66 + lead})
+    sequence = store.start(200, written={"main": 66, name: 66 + lead})
     ledger = store.ledger
 
     for ask in (lambda: ledger.prepare_snapshot(sequence), lambda: ledger.try_snapshot(sequence),
@@ -188,8 +176,7 @@ def test_a_backend_that_leads_main_is_no_checkpoint(backend: Backend, lead: int)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_committed_is_nothing_to_keep(backend: Backend | None) -> None:
     """Main needs a token; mapped but uncommitted pages are none.  (C9.8)"""
-    store = SharedLedger(backend=backend)
-    sequence = store.start(200)
+    store, sequence = started(200, backend=backend)
     unit, _ = begin(store.ledger, sequence, 100)
     ledger = store.ledger
     ledger.fail_unit(unit)
@@ -201,9 +188,7 @@ def test_nothing_committed_is_nothing_to_keep(backend: Backend | None) -> None:
 
 def test_a_sequence_in_flight_or_ended_is_not_checkpointed() -> None:
     """C12.4: at a boundary only; a stale handle is refused.  (C10.1)"""
-    store = SharedLedger()
-    sequence = store.start(200)
-    store.append(sequence, 100)
+    store, sequence = started(200, written=100)
     unit, _ = begin(store.ledger, sequence, 1)
     with refused(UnitInFlight, "C12.2", store.ledger):
         store.ledger.try_snapshot(sequence)
@@ -217,8 +202,7 @@ def test_a_sequence_in_flight_or_ended_is_not_checkpointed() -> None:
 
 def test_snapshots_of_a_growing_sequence_share_what_is_full_at_each() -> None:
     """Five checkpoints of one run: each reads its own prefix, and pages are held once.  (C10.6, C16.4)"""
-    store = SharedLedger(max_context=320)
-    sequence = store.start(320)
+    store, sequence = started(320, max_context=320)
     taken = {}
     for tokens in (1, 63, 64, 65, 127):
         store.append(sequence, tokens)
@@ -237,9 +221,7 @@ def test_snapshots_of_a_growing_sequence_share_what_is_full_at_each() -> None:
 @pytest.mark.parametrize("state", [None, 0, "s", object()])
 def test_a_checkpoint_holds_the_state_it_was_given(state: object) -> None:
     """As it is, without a look into it.  (C2.2)"""
-    store = SharedLedger()
-    sequence = store.start(100)
-    store.append(sequence, 70)
+    store, sequence = started(100, written=70)
     checkpoint = store.snapshot(sequence, state=state)
 
     assert store.ledger.continuations.states[checkpoint.number].state is state

@@ -12,7 +12,7 @@ from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import Refusal
 from pagedkv.values.config import Backend, MTPBackend
-from tests.host.builders import activate, begin, counts, frontier, make_ledger, mapped, refuse, trim, write
+from tests.host.builders import activate, begin, counts, frontier, make_ledger, mapped, refuse, running, trim, write
 from tests.host.refusals import assert_unchanged, refused, snapshot
 from tests.host.sharing import DRAFT, MTP
 
@@ -41,8 +41,7 @@ def test_every_row_finds_its_lead_in_the_mtp_pool(draft_window: int, lead_pages:
 def test_mtp_leads_a_full_budget_by_its_draft_and_pays_for_it_alone(draft_window: int) -> None:
     """Main is at its budget of 128 with nothing left to map; MTP writes K - 1 positions more.  (C3.3, C13.1, C16.13)"""
     ledger = make_ledger(max_context=320, max_concurrency=1, tokens=320, backend=MTPBackend(draft_window))
-    sequence = activate(ledger, 100, 28)
-    write(ledger, sequence, {"main": 128, "mtp": 128})
+    sequence = activate(ledger, 100, 28, written={"main": 128, "mtp": 128})
     main, before = snapshot(ledger.active["main"]), counts(ledger, "mtp")
     assert (counts(ledger), before[:2]) == ((2, 0, 3), (2, 1))
 
@@ -87,9 +86,7 @@ def test_a_round_settles_each_pool_by_its_own_count(backend: Backend, seed: int)
 
 def test_a_later_stage_that_needs_less_trims_nothing() -> None:
     """C13.3, C9.3: a verify maps page 2; a unit of one column, an ensure and its own trim bound leave it mapped."""
-    ledger = make_ledger(max_context=320, backend=MTP)
-    sequence = activate(ledger, 200)
-    write(ledger, sequence, {"main": 126, "mtp": 126})
+    ledger, sequence = running(200, written={"main": 126, "mtp": 126}, max_context=320, backend=MTP)
     write(ledger, sequence, {"main": 6}, accepted={"main": 1})
     verify = mapped(ledger, sequence)
     assert len(verify) == 3
@@ -105,9 +102,7 @@ def test_a_later_stage_that_needs_less_trims_nothing() -> None:
 
 def test_a_draft_that_lags_catches_up_in_one_append() -> None:
     """C3.3: Draft Full has no frontier of its own making; 300 positions behind, it maps five pages at once."""
-    ledger = make_ledger(max_context=512, backend=DRAFT)
-    sequence = activate(ledger, 300, 100)
-    write(ledger, sequence, {"main": 300})
+    ledger, sequence = running(300, 100, written={"main": 300}, max_context=512, backend=DRAFT)
     assert mapped(ledger, sequence, "draft") == []
 
     write(ledger, sequence, {"draft": 300})
@@ -123,8 +118,7 @@ def test_a_terminal_round_is_settled_in_order(keeps: bool) -> None:
     """C13.3: in flight everything is refused; commit the accepted, then finish trims, releases and retains."""
     ledger = make_ledger(max_context=320, max_concurrency=2, backend=MTP)
     whole = {name: counts(ledger, name)[2] for name in ledger.active}
-    sequence = activate(ledger, 126, 100)
-    write(ledger, sequence, {"main": 126, "mtp": 126})
+    sequence = activate(ledger, 126, 100, written={"main": 126, "mtp": 126})
     batch = ledger.batch([sequence])
     unit, _ = begin(ledger, sequence, {"main": 6, "mtp": 6})
     verify = mapped(ledger, sequence)
@@ -152,8 +146,7 @@ def test_an_abort_in_a_verify_gives_everything_back_at_its_end() -> None:
     """C13.3, C12.4: accepted in flight, effective at the boundary; both pools are whole again."""
     ledger = make_ledger(max_context=320, backend=MTP)
     whole = {name: counts(ledger, name) for name in ledger.active}
-    sequence = activate(ledger, 126, 100)
-    write(ledger, sequence, {"main": 126, "mtp": 126})
+    sequence = activate(ledger, 126, 100, written={"main": 126, "mtp": 126})
     unit, _ = begin(ledger, sequence, {"main": 6, "mtp": 6})
 
     assert ledger.abort(sequence) is False
@@ -169,8 +162,7 @@ def test_s29_a_draft_that_leads_leaks_nothing(draft_window: int, seed: int) -> N
     ledger = make_ledger(max_context=128, max_concurrency=4, backend=MTPBackend(draft_window))
     start = {name: counts(ledger, name) for name in ledger.active}
     for number in range(200):
-        sequence = activate(ledger, 50, 20)
-        write(ledger, sequence, {"main": 50, "mtp": 50})
+        sequence = activate(ledger, 50, 20, written={"main": 50, "mtp": 50})
         while (done := frontier(ledger, sequence)) < 70:
             columns = min(draft_window + 1, 70 - done)
             led = done + columns + draft_window - 1 - frontier(ledger, sequence, "mtp")
@@ -192,8 +184,7 @@ def test_s29_a_draft_that_leads_leaks_nothing(draft_window: int, seed: int) -> N
 def test_s80_a_request_with_a_draft_fits_an_empty_pool() -> None:
     """S80, C5.6: with any K a request of S tokens is admitted alone; one that does not fit now waits."""
     for draft_window in (1, 2, 5, 15):
-        ledger = make_ledger(max_context=1000, tokens=1000, backend=MTPBackend(draft_window))
-        small = activate(ledger, 1)
+        ledger, small = running(1, max_context=1000, tokens=1000, backend=MTPBackend(draft_window))
         assert refuse(ledger, 1000) == Refusal("main", 16, 15, forever=False)
         ledger.finish(small)
         activate(ledger, 900, 100)

@@ -14,7 +14,7 @@ from pagedkv.ledger.free_runs import Ids
 from pagedkv.ledger.pages import LogicalPages
 from pagedkv.transfer.plan import Direction, PageRun, Transfer, Transfers, page_runs
 from pagedkv.values.planes import PackedPlanes, plane_inventory
-from tests.host.builders import activate, ids, make_ledger, trim, write
+from tests.host.builders import ids, running, trim, write
 from tests.host.refusals import broken, refused
 
 
@@ -33,8 +33,7 @@ def plan(transfers: Transfers, pages: LogicalPages, direction: Direction = "d2h"
 
 def written() -> tuple[Any, Any, Transfers]:
     """Return the ledger of a sequence with 3 mapped pages, one of them committed, and no transfer."""
-    ledger = make_ledger()
-    sequence = activate(ledger, 256)
+    ledger, sequence = running(256)
     write(ledger, sequence, 192, accepted=64)
     return ledger, sequence, Transfers()
 

@@ -12,7 +12,7 @@ from tests.host.builders import activate, begin, counts, frontier, make_ledger, 
 from tests.host.refusals import refused
 
 
-def running(count: int = 1, *, tokens: int = 200, **options: object) -> tuple[Ledger, list[Sequence]]:
+def several(count: int = 1, *, tokens: int = 200, **options: object) -> tuple[Ledger, list[Sequence]]:
     """Return a ledger with sequences of 200 tokens; options as of `make_ledger`."""
     ledger = make_ledger(**options)  # type: ignore[arg-type]
     return ledger, [activate(ledger, tokens) for _ in range(count)]
@@ -23,7 +23,7 @@ def running(count: int = 1, *, tokens: int = 200, **options: object) -> tuple[Le
 
 def test_rows_are_bits_of_one_integer() -> None:
     """Any number of rows, in any order.  (C12.1)"""
-    ledger, sequences = running(70, tokens=1, max_context=64, max_concurrency=70)
+    ledger, sequences = several(70, tokens=1, max_context=64, max_concurrency=70)
 
     assert ledger.batch([sequences[69], sequences[0], sequences[3]]).rows_mask == 1 << 69 | 0b1001
     unit, _ = begin(ledger, [sequences[69]], 1)
@@ -36,7 +36,7 @@ def test_rows_are_bits_of_one_integer() -> None:
 
 def test_a_row_in_flight_refuses_every_change_and_names_row_and_unit() -> None:
     """finish, trim, truncate and another unit, until completion; a unit without columns freezes too.  (C12.1, C12.2)"""
-    ledger, sequences = running(2)
+    ledger, sequences = several(2)
     write(ledger, sequences, 70)
     both = ledger.batch(sequences)
     for columns in (1, 0):
@@ -59,7 +59,7 @@ def test_a_row_in_flight_refuses_every_change_and_names_row_and_unit() -> None:
 
 def test_a_refusal_names_the_unit_of_its_first_row() -> None:
     """Two units in flight, the later one on row 0: each row names its own, a batch of both names row 0.  (C12.2)"""
-    ledger, sequences = running(2)
+    ledger, sequences = several(2)
     units = [ledger.begin_unit(name, ledger.batch([sequence]), {"main": 1})[0]
              for name, sequence in zip("ab", reversed(sequences), strict=True)]
 
@@ -76,7 +76,7 @@ def test_a_refusal_names_the_unit_of_its_first_row() -> None:
 
 def test_rows_outside_the_unit_are_free_to_change() -> None:
     """Only selected rows are frozen.  (C12.1)"""
-    ledger, sequences = running(3, max_concurrency=3)
+    ledger, sequences = several(3, max_concurrency=3)
     write(ledger, sequences, 130)
     unit, _ = begin(ledger, sequences[0], 1)
 
@@ -90,7 +90,7 @@ def test_rows_outside_the_unit_are_free_to_change() -> None:
 
 def test_a_refused_unit_freezes_nothing() -> None:
     """No pool, or beyond the entitlement: the row can be finished at once, and numbers have no hole.  (C9.3, C9.4)"""
-    ledger, (sequence,) = running(tokens=100)
+    ledger, (sequence,) = several(tokens=100)
 
     with refused(MisuseError, "C9.4", ledger):
         begin(ledger, sequence, {})
@@ -107,7 +107,7 @@ def test_a_refused_unit_freezes_nothing() -> None:
 
 def test_a_unit_knows_where_its_rows_started() -> None:
     """First positions are the frontiers at its start, per pool, in batch order; they do not move.  (C12.1)"""
-    ledger, sequences = running(2, backend=MTPBackend(5))
+    ledger, sequences = several(2, backend=MTPBackend(5))
     write(ledger, sequences, {"main": [70, 3], "mtp": [9, 0]})
     unit, _ = begin(ledger, sequences[::-1], {"main": [1, 2], "mtp": 5})
 
@@ -120,7 +120,7 @@ def test_a_unit_knows_where_its_rows_started() -> None:
 
 def test_columns_of_a_unit_are_a_copy_and_read_only() -> None:
     """The caller's array may change later; the array that units of a batch share may not.  (C12.1)"""
-    ledger, (sequence,) = running()
+    ledger, (sequence,) = several()
     batch = ledger.batch([sequence])
     columns = ledger.active["main"].committed_end[:1] + 5
     unit, _ = ledger.begin_unit("step", batch, {"main": columns})
@@ -137,7 +137,7 @@ def test_columns_of_a_unit_are_a_copy_and_read_only() -> None:
 
 def test_prefill_widths_are_not_kept_by_a_batch() -> None:
     """A batch keeps prebuilt counts of decode widths only, so it does not grow with prompts."""
-    ledger, (sequence,) = running()
+    ledger, (sequence,) = several()
     batch = ledger.batch([sequence])
     for columns in (1, 16, 17, 40):
         ledger.commit_unit(ledger.begin_unit("unit", batch, {"main": columns})[0])
@@ -151,7 +151,7 @@ def test_prefill_widths_are_not_kept_by_a_batch() -> None:
 @pytest.mark.parametrize("pools", [["main"], ["main", "mtp"]])
 def test_a_commit_without_counts_accepts_everything(pools: list[str]) -> None:
     """Every column of every pool that the unit wrote, and of no other.  (C9.5, C13.1)"""
-    ledger, sequences = running(2, backend=MTPBackend(5))
+    ledger, sequences = several(2, backend=MTPBackend(5))
     unit, _ = begin(ledger, sequences, {pool: [3, 70] for pool in pools})
     ledger.commit_unit(unit)
 
@@ -161,7 +161,7 @@ def test_a_commit_without_counts_accepts_everything(pools: list[str]) -> None:
 
 def test_frontiers_advance_at_completion_only() -> None:
     """Mapped when it begins, readable when it is committed; what a failed unit wrote stays invisible.  (C9.5, C12.3)"""
-    ledger, (sequence,) = running()
+    ledger, (sequence,) = several()
     write(ledger, sequence, 10)
     before = counts(ledger)
     unit, _ = begin(ledger, sequence, 120)
@@ -179,7 +179,7 @@ def test_frontiers_advance_at_completion_only() -> None:
 @pytest.mark.parametrize("accepted", [4, [1, 4], [4, 1]])
 def test_no_more_is_accepted_than_was_written(accepted: int | list[int]) -> None:
     """Each entry by its own columns, although the page has room.  (C9.5)"""
-    ledger, sequences = running(2)
+    ledger, sequences = several(2)
     unit, _ = begin(ledger, sequences, 3)
 
     with refused(MisuseError, "C9.5", ledger, match=r"at most \[3, 3\]"):
@@ -190,7 +190,7 @@ def test_no_more_is_accepted_than_was_written(accepted: int | list[int]) -> None
 
 def test_a_refused_commit_changes_no_pool_and_keeps_the_unit_in_flight() -> None:
     """The first pool is right, the second is not; a pool that is left out keeps its frontier.  (C9.5, C9.9, C13.1)"""
-    ledger, (sequence,) = running(backend=MTPBackend(5))
+    ledger, (sequence,) = several(backend=MTPBackend(5))
     unit, _ = begin(ledger, sequence, {"main": 6, "mtp": 5})
 
     with refused(MisuseError, "C9.5", ledger):
@@ -208,8 +208,8 @@ def test_a_refused_commit_changes_no_pool_and_keeps_the_unit_in_flight() -> None
 
 def test_a_unit_ends_exactly_once_and_in_its_own_store() -> None:
     """A second commit or fail, whatever ended it, and a unit of another store are refused.  (C12.3, S35)"""
-    ledger, sequences = running(2)
-    theirs, (stranger,) = running(store_id=2)
+    ledger, sequences = several(2)
+    theirs, (stranger,) = several(store_id=2)
     committed, failed = (begin(ledger, sequence, 3)[0] for sequence in sequences)
     foreign, _ = begin(theirs, stranger, 3)
     ledger.commit_unit(committed, {"main": 3})
@@ -229,7 +229,7 @@ def test_a_unit_ends_exactly_once_and_in_its_own_store() -> None:
 
 def test_an_abort_at_a_boundary_ends_at_once() -> None:
     """As finish does.  (C12.4)"""
-    ledger, (sequence,) = running()
+    ledger, (sequence,) = several()
     write(ledger, sequence, 70)
 
     assert ledger.abort(sequence) is True
@@ -239,7 +239,7 @@ def test_an_abort_at_a_boundary_ends_at_once() -> None:
 @pytest.mark.parametrize("ends_by", ["commit", "fail"])
 def test_an_abort_in_flight_takes_effect_at_the_boundary(ends_by: str) -> None:
     """Nothing moves before; then pages and row are free, the handle is stale, and the abort is forgotten.  (C12.4)"""
-    ledger, sequences = running(2)
+    ledger, sequences = several(2)
     unit, _ = begin(ledger, sequences, 70)
     held = counts(ledger)
 
@@ -257,14 +257,13 @@ def test_an_abort_in_flight_takes_effect_at_the_boundary(ends_by: str) -> None:
     with refused(StaleHandle, "C10.1", ledger):
         ledger.abort(sequences[0])
     assert frontier(ledger, sequences[1]) == (70 if ends_by == "commit" else 0)
-    again = activate(ledger, 100)
-    write(ledger, again, 5)
+    again = activate(ledger, 100, written=5)
     assert (again.row, frontier(ledger, again)) == (sequences[0].row, 5)
 
 
 def test_an_abort_waits_for_the_unit_of_its_own_row() -> None:
     """Another unit that ends first does not end it.  (C12.4)"""
-    ledger, sequences = running(2)
+    ledger, sequences = several(2)
     units = [begin(ledger, sequence, 1)[0] for sequence in sequences]
     ledger.abort(sequences[0])
 
