@@ -147,13 +147,13 @@ def test_a_prepared_activation_is_invisible_and_an_aborted_one_never_was(
     ledger = store.ledger
     before = observables(ledger)
 
-    def shown() -> object:
+    def visible() -> object:
         return (store.logical(source), store.column("references", source), store.column("active", source),
                 [spaces.table.tolist() for spaces in ledger.active.values()], ledger.sequences.active_rows())
 
-    seen = shown()
+    seen = visible()
     prepared = store.prepare(target)
-    assert shown() == seen
+    assert visible() == seen
 
     ledger.abort_transaction(prepared)
 

@@ -39,7 +39,7 @@ def went_on(ledger: Ledger, *target: object, **options: object) -> Sequence:
     return sequence
 
 
-def told(ledger: Ledger, picture: Picture) -> list[tuple[str, int | None, int, tuple[int, ...]]]:
+def delivered(ledger: Ledger, picture: Picture) -> list[tuple[str, int | None, int, tuple[int, ...]]]:
     """Deliver, and return what came since the last time without the pool."""
     picture.events.clear()
     ledger.events.deliver()
@@ -56,11 +56,11 @@ def test_a_trim_is_an_event_and_the_page_may_come_back() -> None:
     assert picture.row(sequence.row) == [0, 1, 2]
 
     trim(ledger, sequence)
-    assert told(ledger, picture) == [("trim", sequence.row, 2, (2,))]
+    assert delivered(ledger, picture) == [("trim", sequence.row, 2, (2,))]
     assert picture.row(sequence.row) == [0, 1]
 
     write(ledger, sequence, 2)
-    assert told(ledger, picture) == [("materialize", sequence.row, 2, (2,))]
+    assert delivered(ledger, picture) == [("materialize", sequence.row, 2, (2,))]
     picture.compare(ledger)
 
 
@@ -71,15 +71,15 @@ def test_terminal_settlement_is_told_as_trim_then_release(retains: bool) -> None
     picture = watched(ledger)
     sequence = activate(ledger, 250)
     write(ledger, sequence, 140, accepted=70)
-    told(ledger, picture)
+    delivered(ledger, picture)
     kept = ledger.finish(sequence, retain=retains, state="state" if retains else None)
 
     end = ("release", sequence.row, 2, ()) if retains else ("release", sequence.row, 0, (0, 1))
-    assert told(ledger, picture) == [("trim", sequence.row, 2, (2,)), end]
+    assert delivered(ledger, picture) == [("trim", sequence.row, 2, (2,)), end]
     picture.compare(ledger)
     if kept is not None:
         ledger.release(kept)
-        assert told(ledger, picture) == [("release", None, 0, (0, 1))]
+        assert delivered(ledger, picture) == [("release", None, 0, (0, 1))]
         picture.compare(ledger)
 
 
@@ -88,14 +88,14 @@ def test_a_fork_materializes_its_tail_and_publishes_its_membership() -> None:
     ledger = make_ledger()
     picture = watched(ledger)
     kept = retained_in(ledger, 150)
-    told(ledger, picture)
+    delivered(ledger, picture)
     fork = went_on(ledger, kept)
 
-    assert told(ledger, picture) == [("materialize", fork.row, 2, (3,)), ("publish", fork.row, 0, (0, 1, 3))]
+    assert delivered(ledger, picture) == [("materialize", fork.row, 2, (3,)), ("publish", fork.row, 0, (0, 1, 3))]
     ledger.finish(fork)
-    assert told(ledger, picture) == [("release", fork.row, 2, (3,))]
+    assert delivered(ledger, picture) == [("release", fork.row, 2, (3,))]
     ledger.release(kept)
-    assert told(ledger, picture) == [("release", None, 0, (0, 1, 2))]
+    assert delivered(ledger, picture) == [("release", None, 0, (0, 1, 2))]
     picture.compare(ledger)
 
 
@@ -105,12 +105,12 @@ def test_a_shared_page_is_released_with_its_last_reference_only() -> None:
     picture = watched(ledger)
     kept = retained_in(ledger, 150)
     fork = went_on(ledger, kept)
-    told(ledger, picture)
+    delivered(ledger, picture)
 
     ledger.release(kept)
-    assert told(ledger, picture) == [("release", None, 2, (2,))]
+    assert delivered(ledger, picture) == [("release", None, 2, (2,))]
     ledger.finish(fork)
-    assert told(ledger, picture) == [("release", fork.row, 0, (0, 1, 3))]
+    assert delivered(ledger, picture) == [("release", fork.row, 0, (0, 1, 3))]
     picture.compare(ledger)
 
 
@@ -119,10 +119,10 @@ def test_a_move_releases_what_lies_beyond_its_frontier() -> None:
     ledger = make_ledger()
     picture = watched(ledger)
     kept = retained_in(ledger, 150)
-    told(ledger, picture)
+    delivered(ledger, picture)
     moved = went_on(ledger, kept, 70, keep_source=False)
 
-    assert told(ledger, picture) == [("release", None, 2, (2,)), ("publish", moved.row, 0, (0, 1))]
+    assert delivered(ledger, picture) == [("release", None, 2, (2,)), ("publish", moved.row, 0, (0, 1))]
     picture.compare(ledger)
 
 
@@ -131,14 +131,14 @@ def test_a_checkpoints_copied_tail_has_no_row() -> None:
     ledger = make_ledger()
     picture = watched(ledger)
     sequence = activate(ledger, 200, written=100)
-    told(ledger, picture)
+    delivered(ledger, picture)
     checkpoint = ledger.try_snapshot(sequence, "state")
     assert isinstance(checkpoint, pk.Continuation)
 
-    assert told(ledger, picture) == [("materialize", None, 1, (4,))]
+    assert delivered(ledger, picture) == [("materialize", None, 1, (4,))]
     ledger.protect(checkpoint, 0, "main")
     ledger.truncate_continuation(checkpoint, 64, "main")
-    assert told(ledger, picture) == [("release", None, 1, (4,))]
+    assert delivered(ledger, picture) == [("release", None, 1, (4,))]
     picture.compare(ledger)
 
 
@@ -159,7 +159,7 @@ def test_what_is_aborted_or_refused_is_in_no_event() -> None:
     with refused(pk.EntitlementExceeded, "C9.3"):
         begin(ledger, sequence, 100)
 
-    assert told(ledger, picture) == []
+    assert delivered(ledger, picture) == []
     assert dict(ledger.active["main"].events.pages) == counts
 
 
@@ -194,7 +194,7 @@ EVENT = PageEvent("trim", "main", 0, 2, (7,))
 
 
 def test_an_observer_that_raises_is_logged_and_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """The error's own text stands in the log."""
+    """The log has the error's own text."""
     events, heard = PageEvents(), list[PageEvent]()
 
     def fail(event: PageEvent) -> None:

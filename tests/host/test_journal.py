@@ -303,7 +303,7 @@ def test_another_binding_window_is_a_difference_of_the_header() -> None:
 
 
 def test_a_line_that_a_crash_cut_off_is_reported() -> None:
-    """What stands before it is repeated."""
+    """The lines before it are repeated."""
     lines = short_run()
     lines[-1] = lines[-1][:40]
 
@@ -376,7 +376,7 @@ class FullDisk(io.StringIO):
 
 
 def test_a_line_that_cannot_be_written_ends_the_journal_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    """The operation stands and is answered; the log says so at once, `close` raises, and what is there repeats."""
+    """The operation is valid and answered; the log says so at once, `close` raises, and what is there repeats."""
     file = FullDisk(3)
     journal = Journal(file)
     ledger = recorded_in(journal)

@@ -266,7 +266,7 @@ def test_a_broken_precondition_changes_no_page(operation: Callable[[LogicalPages
 def test_a_refusal_names_the_first_page_that_is_in_the_way(
     ask: Callable[[LogicalPages], object], named: int, clause: str, state: str
 ) -> None:
-    """Its columns stand in the message; a page that another space holds may lose a reference while it is pinned."""
+    """The message has its columns; a page that another space holds may lose a reference while it is pinned."""
     pages = pages_in_use()
 
     with refused(MisuseError, clause, pages, match=f"a trim of logical page {named} was refused.*{state}") as caught:
