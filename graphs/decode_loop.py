@@ -17,8 +17,8 @@ The loop remembers a sequence until `forget`, or until it prefills or resumes an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -56,31 +56,37 @@ class LoopStatistics:
         return self.decode_driver_calls / self.decode_steps if self.decode_steps else 0.0
 
 
-@dataclass
-class _Output:
-    """The output of one sequence.
+class _Output(NamedTuple):
+    """The output of one sequence; a value, so that a step replaces the outputs of all its rows at once.
 
     `last_token` is sampled and not yet in the cache; the next step delivers the tokens of `undelivered`.
     """
 
     tokens_left: int
     last_token: int
-    undelivered: list[int] = field(default_factory=list)
+    undelivered: tuple[int, ...] = ()
     reason: FinishReason | None = None
 
-    def __post_init__(self) -> None:
-        if self.tokens_left == 0:
-            self.reason = "length"
+    def with_token(self, token: int, stops: frozenset[int]) -> _Output:
+        """Return the output with one more sampled token; a stop token or the end of the budget ends it."""
+        left = self.tokens_left - 1
+        reason: FinishReason | None = "stop" if token in stops else "length" if not left else None
+        return _Output(left, token, (*self.undelivered, token), reason)
 
-    def add(self, token: int, stops: frozenset[int]) -> None:
-        """Append a sampled token; a stop token or the end of the budget ends the output."""
-        self.last_token = token
-        self.undelivered.append(token)
-        self.tokens_left -= 1
-        if token in stops:
-            self.reason = "stop"
-        elif self.tokens_left == 0:
-            self.reason = "length"
+
+@dataclass(eq=False)
+class _Pending:
+    """A step or a prefill that has begun: if it is interrupted, it is taken back, at the latest by the next call.
+
+    Attributes:
+        batch: its rows.
+        name: of its units.
+        frontiers: committed tokens of each row before it; none until its first unit has begun.
+    """
+
+    batch: pk.Batch
+    name: str
+    frontiers: tuple[int, ...] = ()
 
 
 class DecodeLoop:
@@ -126,6 +132,7 @@ class DecodeLoop:
         self.statistics = LoopStatistics()
         self._outputs: dict[pk.Sequence, _Output] = {}
         self._selection: tuple[pk.Batch, GraphKey] | None = None
+        self._pending: _Pending | None = None
 
     def prefill(self, sequence: pk.Sequence, prompt_ids: Iterable[int]) -> None:
         """Write a prompt into the cache and sample the first token; the first step delivers it.
@@ -141,6 +148,7 @@ class DecodeLoop:
         Raises:
             MisuseError: no token, more than the budget or the lease holds, or ids that are no int32 of 0 or more.
         """
+        self._recover()
         ids = _token_ids("a prompt", prompt_ids)
         start = self.store.committed_tokens(sequence)
         budget = self.store.budget_tokens(sequence)
@@ -158,16 +166,18 @@ class DecodeLoop:
                 expected=f"at most {covered} tokens, which are reserved", got=f"{ids.size}",
                 remedy="activate with the prompt's length: leases grow with decoding only", clause="C9.2",
             )
+        self._pending = _Pending(batch, "prefill", (start,))
         try:
             first_token = self._prefill_chunks(batch, ids)
-        except BaseException:
-            self._restore_frontiers(batch, [start])
+            left = budget - start - ids.size
+            output = _Output(left, first_token, reason="length")
+            if left:
+                output = _Output(left, first_token).with_token(first_token, frozenset())
+            self.statistics.prefilled_tokens += ids.size
+            self._outputs, self._pending = self._outputs_with(sequence, output), None
+        except BaseException as error:
+            self._recover_after(error)
             raise
-        self.statistics.prefilled_tokens += ids.size
-        output = _Output(tokens_left=budget - start - ids.size, last_token=first_token)
-        if output.tokens_left:
-            output.add(first_token, frozenset())
-        self._remember(sequence, output)
 
     def last_token(self, sequence: pk.Sequence) -> int:
         """Return the token that was sampled last and is not in the cache: `resume` continues from it.
@@ -193,13 +203,15 @@ class DecodeLoop:
         Raises:
             MisuseError: no token id, nothing committed, or no token left in the activated budget.
         """
+        self._recover()
         (token,) = _token_ids("the token to go on from", [last_token]).tolist()
         committed, budget = self.store.committed_tokens(sequence), self.store.budget_tokens(sequence)
         if not 1 <= committed < budget:
             raise pk.MisuseError(f"going on with {sequence}", expected=f"1 to {budget - 1} committed tokens",
                                  got=f"{committed} of a budget of {budget}",
                                  remedy="activate from a continuation, with room for the token", clause="C9.2")
-        self._remember(sequence, _Output(tokens_left=budget - committed - 1, last_token=token))
+        left = budget - committed - 1
+        self._outputs = self._outputs_with(sequence, _Output(left, token, reason=None if left else "length"))
 
     def step(
         self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
@@ -219,7 +231,15 @@ class DecodeLoop:
             StaleHandle: a sequence that has not ended was finished in the store; nothing was delivered.
         """
         outputs = self._outputs_of(sequences)
-        return self._step(outputs, frozenset(_token_ids("stop_tokens", stop_tokens).tolist()))
+        delivered = self._advance(outputs, frozenset(_token_ids("stop_tokens", stop_tokens).tolist()))
+        remaining = self._without(delivered)
+        before = self._outputs
+        try:
+            self._outputs = remaining
+            return delivered  # noqa: TRY300 - an interrupt before the caller has the tokens is an error too
+        except BaseException:  # an interrupt: the caller has got nothing
+            self._outputs = before
+            raise
 
     def decode(
         self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
@@ -247,32 +267,37 @@ class DecodeLoop:
 
         The call is optional: the loop also forgets a sequence when another one takes its row.
         """
+        self._recover()
         self._outputs.pop(sequence, None)
 
-    def _step(self, outputs: dict[pk.Sequence, _Output], stops: frozenset[int]) -> dict[pk.Sequence, list[int]]:
+    def _advance(self, outputs: dict[pk.Sequence, _Output], stops: frozenset[int]) -> dict[pk.Sequence, list[int]]:
+        """Run one step and return the tokens to deliver, which stay undelivered in the outputs."""
         running = []
         for sequence, output in outputs.items():
             if output.reason is None and output.undelivered and output.last_token in stops:
-                output.reason = "stop"  # prefill sampled a stop token
-            if output.reason is None:
+                self._outputs[sequence] = output._replace(reason="stop")  # prefill sampled a stop token
+            elif output.reason is None:
                 running.append(sequence)
         if running and self.store.config.kv_lease_growth:
             running = self._extend_leases(running)
         if running:
             self._decode(running, stops)
-        delivered = {}
-        for sequence, output in outputs.items():
-            if output.undelivered:
-                delivered[sequence], output.undelivered = output.undelivered, []
-                self.statistics.decoded_tokens += len(delivered[sequence])
+        delivered = {sequence: list(self._outputs[sequence].undelivered) for sequence in outputs
+                     if self._outputs[sequence].undelivered}  # fmt: skip
+        self.statistics.decoded_tokens += sum(map(len, delivered.values()))
         return delivered
+
+    def _without(self, delivered: dict[pk.Sequence, list[int]]) -> dict[pk.Sequence, _Output]:
+        """Return the outputs of all sequences when these tokens are delivered."""
+        return self._outputs | {sequence: self._outputs[sequence]._replace(undelivered=()) for sequence in delivered}
 
     def _steps(
         self, outputs: dict[pk.Sequence, _Output], stops: frozenset[int]
     ) -> Iterator[dict[pk.Sequence, list[int]]]:
-        while tokens := self._step(outputs, stops):
-            running = [sequence for sequence, output in outputs.items() if output.reason is None]
-            yield tokens
+        while delivered := self._advance(outputs, stops):
+            self._outputs = self._without(delivered)
+            running = [sequence for sequence in outputs if self._outputs[sequence].reason is None]
+            yield delivered
             outputs = self._outputs_of(running)  # the caller may have forgotten one
 
     def _decode(self, running: list[pk.Sequence], stops: frozenset[int]) -> None:
@@ -281,10 +306,16 @@ class DecodeLoop:
         graph = self.graphs.unit(key)
         calls_before = self.store.device.driver_calls
         tokens = np.array([[self._outputs[sequence].last_token] for sequence in running], np.int32)
-        with nvtx.annotate("pagedkv.decode", domain="pagedkv"):
-            sampled = self._run(graph, batch, 1, tokens)
-        for sequence, token in zip(running, sampled.tolist(), strict=True):
-            self._outputs[sequence].add(token, stops)
+        self._pending = _Pending(batch, key.unit)
+        try:
+            with nvtx.annotate("pagedkv.decode", domain="pagedkv"):
+                sampled = self._run(graph, batch, 1, tokens)
+            new = zip(running, sampled.tolist(), strict=True)
+            outputs = {sequence: self._outputs[sequence].with_token(token, stops) for sequence, token in new}
+            self._outputs, self._pending = self._outputs | outputs, None
+        except BaseException as error:
+            self._recover_after(error)
+            raise
         self.statistics.decode_steps += 1
         self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
 
@@ -304,7 +335,7 @@ class DecodeLoop:
         columns = self.store.covered_columns(self.store.batch(unextended)).tolist()
         ended = {sequence for sequence, covered in zip(unextended, columns, strict=True) if not covered}
         for sequence in ended:
-            self._outputs[sequence].reason = "length"
+            self._outputs[sequence] = self._outputs[sequence]._replace(reason="length")
         return [sequence for sequence in running if sequence not in ended]
 
     def _run(self, graph: UnitGraph, batch: pk.Batch, columns: int, tokens: Int32) -> Int32:
@@ -312,19 +343,15 @@ class DecodeLoop:
         control = graph.unit.control
         unit = self.store.begin_unit(batch, columns, name=graph.unit.key.unit)
         first_positions = unit.first_positions["main"]
-        try:
-            control.write(batch.rows, first_positions, columns, tokens)
-            graph.run()
-            self.store.wait(unit)
-            sampled = control.read_next_tokens(len(batch.rows))[:, columns - 1]
-            if sampled.min() < 0:
-                _refuse_samples(graph.unit.key, sampled)
-            self.store.commit(unit)
-        except BaseException:
-            if self.store.evidence is None and unit.is_open:
-                self.store.fail(unit)
-            self._restore_frontiers(batch, first_positions.tolist())
-            raise
+        if self._pending is not None and not self._pending.frontiers:
+            self._pending.frontiers = tuple(first_positions.tolist())
+        control.write(batch.rows, first_positions, columns, tokens)
+        graph.run()
+        self.store.wait(unit)
+        sampled = control.read_next_tokens(len(batch.rows))[:, columns - 1]
+        if sampled.min() < 0:
+            _refuse_samples(graph.unit.key, sampled)
+        self.store.commit(unit)
         return sampled
 
     def _prefill_chunks(self, batch: pk.Batch, ids: Int32) -> int:
@@ -340,21 +367,38 @@ class DecodeLoop:
                 sampled = int(self._run(self.graphs.unit(key), batch, chunk.size, tokens)[0])
         return sampled
 
-    def _restore_frontiers(self, batch: pk.Batch, frontiers: list[int]) -> None:
-        """Set committed frontiers back after a failure, so that the caller can repeat the call.  (C9.10)"""
-        if self.store.evidence is None:
-            for sequence, frontier in zip(batch.sequences, frontiers, strict=True):
-                if self.store.committed_tokens(sequence) > frontier:
-                    self.store.truncate(sequence, frontier)
+    def _recover_after(self, error: BaseException) -> None:
+        """Recover from an error; what goes wrong meanwhile becomes a note of it, and the next call tries again."""
+        try:
+            self._recover()
+        except pk.PagedKVError as second:
+            error.add_note(f"and the loop could not take its step back: {second}")
 
-    def _remember(self, sequence: pk.Sequence, output: _Output) -> None:
-        """Remember a sequence and forget the earlier ones of its row, which the store has ended."""
-        for earlier in [earlier for earlier in self._outputs if earlier.row == sequence.row]:
-            del self._outputs[earlier]
-        self._outputs[sequence] = output
+    def _recover(self) -> None:
+        """Take back a step or a prefill that was interrupted, so that the caller can repeat it.  (C9.10)
+
+        A latched store is left alone: only closing remains.
+        """
+        pending = self._pending
+        if pending is None or self.store.evidence is not None:
+            return
+        for unit in self.store.units():
+            if unit.name == pending.name and unit.rows_mask & pending.batch.rows_mask:
+                self.store.fail(unit)
+        current = set(self.store.sequences())
+        for sequence, frontier in zip(pending.batch.sequences, pending.frontiers, strict=False):
+            if sequence in current and self.store.committed_tokens(sequence) > frontier:
+                self.store.truncate(sequence, frontier)
+        self._pending = None
+
+    def _outputs_with(self, sequence: pk.Sequence, output: _Output) -> dict[pk.Sequence, _Output]:
+        """Return the outputs with another one, without earlier sequences of its row, which the store has ended."""
+        others = {known: kept for known, kept in self._outputs.items() if known.row != sequence.row}
+        return others | {sequence: output}
 
     def _outputs_of(self, sequences: Iterable[pk.Sequence]) -> dict[pk.Sequence, _Output]:
         """Return the outputs of sequences, each known here and named once."""
+        self._recover()
         named: tuple[Any, ...] = tuple(sequences) if isinstance(sequences, Iterable) else (None,)
         if not set(map(type, named)) <= {pk.Sequence} or len(set(named)) != len(named):
             raise pk.MisuseError("a step", expected="sequences, each once", got=repr(sequences),
@@ -362,6 +406,7 @@ class DecodeLoop:
         return {sequence: self._output_of(sequence) for sequence in named}
 
     def _output_of(self, sequence: pk.Sequence) -> _Output:
+        self._recover()
         output = self._outputs.get(sequence) if isinstance(sequence, pk.Sequence) else None
         if output is None:
             raise pk.MisuseError(f"decoding {sequence}", expected="a sequence that this loop has prefilled or resumed",

@@ -165,12 +165,14 @@ def test_a_failing_model_thaws_its_rows() -> None:
         model = ToyModel(store)
         loop = DecodeLoop(store, model, use_graphs=False)
         sequence = prefilled(loop, prompt(16, 1), 4)
-        (graph,) = loop.graphs._graphs.values()
-        graph._model = BrokenModel()
+        first = loop.step([sequence])[sequence]
+        for graph in loop.graphs._graphs.values():
+            graph._model = BrokenModel()
         with pytest.raises(RuntimeError, match="out of ideas"):
-            loop._run(graph, store.batch([sequence]), 1, np.zeros((1, 16), np.int32))
+            loop.step([sequence])
 
-        assert store.committed_tokens(sequence) == 16
+        assert (len(first), store.units()) == (2, [])
+        assert store.committed_tokens(sequence) == 17
         store.finish(sequence)
 
 

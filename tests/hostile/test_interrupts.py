@@ -7,18 +7,13 @@ error of another kind later.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
 import pagedkv as pk
+from tests.hostile.interrupt import ERRORS, Interrupt
 
-PRODUCT = str(Path(pk.__file__).parent)
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 CONFIG = pk.StoreConfig(
     GEOMETRY, profile="int8-g64", max_context=512, max_concurrency=5, kv_capacity=pk.ExplicitCapacity(30 * 64),
@@ -113,31 +108,6 @@ CALLS: dict[str, Callable[[Stage], object]] = {
 }
 
 
-@dataclass
-class Interrupt:
-    """Raises an exception at the n-th line of the product that runs; n = 0 counts lines only."""
-
-    at: int
-    error: type[BaseException]
-    lines: int = 0
-
-    def __enter__(self) -> Interrupt:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PRODUCT):
-            return None
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.at:
-                raise self.error(f"at line {self.at}: {frame.f_code.co_filename}:{frame.f_lineno}")
-        return self._trace
-
-
 @pytest.fixture(scope="module")
 def device() -> Iterator[pk.Device]:
     """One cpu device for all stores of this file."""
@@ -146,11 +116,7 @@ def device() -> Iterator[pk.Device]:
     device.close()
 
 
-@pytest.mark.parametrize(
-    ("error", "every"),
-    [(KeyboardInterrupt, 3), pytest.param(KeyboardInterrupt, 1, marks=pytest.mark.long),
-     pytest.param(MemoryError, 1, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("error", "every"), ERRORS)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_line_leaves_before_after_or_a_latched_store(
     name: str, error: type[BaseException], every: int, device: pk.Device
