@@ -1,12 +1,12 @@
 """pagedkv: the paged KV-cache runtime for decode loops that replay CUDA Graphs.
 
-    store.py        the object a caller holds: activate, units, commit, trim, finish
-    ops.py          the kernels' wrappers; views.py, what they read through
-    devices/        where everything runs: `cpu` needs no GPU and no driver
-    pagedkv.graphs  capture, replay and the decode loop; pagedkv.tools, the `pagedkv` command
+    Store           activate, begin_unit, commit, trim, finish; `open_store` opens one
+    Ops             launches the kernels, which read pages through `PagedKVBatchLayerView`
+    Device          `cpu` needs no GPU and no driver; `cuda` needs CuPy
+    pagedkv.graphs  capture, replay and the decode loop
 
-Everything a caller needs is a name of this module or of `pagedkv.graphs`.  Importing it needs neither
-CuPy nor a compiler.
+Callers use the names of this module and of `pagedkv.graphs`, and no others.  The import needs neither CuPy nor a
+compiler.
 """
 
 from __future__ import annotations
