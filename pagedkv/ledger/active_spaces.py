@@ -33,6 +33,7 @@ another pool's (C9.9).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +68,10 @@ class TableSlices:
     rows: npt.NDArray[np.int64]
     first_blocks: npt.NDArray[np.int64]
     block_counts: npt.NDArray[np.int64]
+
+    def each(self) -> Iterator[tuple[int, int, int]]:
+        """Iterate over (row, first block, block count) of every slice."""
+        return zip(self.rows.tolist(), self.first_blocks.tolist(), self.block_counts.tolist(), strict=True)
 
     def flat(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return (rows, blocks) of every single entry, slice after slice.

@@ -141,8 +141,6 @@ class PoolEvents:
         """Record the page groups of slices of a host mirror, (C, L) int32, one event a row."""
         self.pages[kind] += int(slices.block_counts.sum())
         if self._events.is_observed:
-            for row, first, count in zip(
-                slices.rows.tolist(), slices.first_blocks.tolist(), slices.block_counts.tolist(), strict=True
-            ):
+            for row, first, count in slices.each():
                 page_ids = tuple(table[row, first : first + count].tolist())
                 self._events.pending.append(PageEvent(kind, self._pool, row, first, page_ids))

@@ -313,9 +313,9 @@ class Ledger:
         first_positions = {}
         for pool, pool_ends in ends.items():
             spaces = self.active[pool]
-            gained = spaces.ensure_mapped_to_tokens(pool_ends)
-            if gained is not None:
-                slices[pool] = gained
+            new_slices = spaces.ensure_mapped_to_tokens(pool_ends)
+            if new_slices is not None:
+                slices[pool] = new_slices
             first_positions[pool] = first = spaces.committed_end[batch.rows]
             first.setflags(write=False)
         return self.units.begin(name, batch, written, first_positions), slices

@@ -6,16 +6,16 @@
     {"revision": 2, "operation": "finish", "arguments": {...}, "refused": {"error": "UnitInFlight", "clause": "C12.2"},
      "state": ...}
 
-`state` is (allocated, reserved, available) of each pool after the operation, so that drift shows at once (C6.2).  A
-Refusal is written with its fields under "refused".
+`state` is (allocated, reserved, available) of each pool after the operation, so a replay notices a wrong counter at
+once (C6.2).  A Refusal is written with its fields under "refused".
 
-A line is written and flushed after its operation, so a crash leaves what happened.  An operation is valid even if its
-line cannot be written, and its answer is the same: an error instead would lose a handle and what is to be published.
-That failure is logged at once, the journal ends there (its lines can be repeated), and `close` raises JournalFailed.
-An operation that breaks off ends the journal too: nobody can repeat an interrupt.
+A line is written and flushed after its operation, so after a crash the journal holds every operation that ended.  If a
+line cannot be written, the operation is still valid and answers as usual: an error would lose its handle and the slices
+to publish.  The failure is logged, the journal ends at that line, and `close` raises JournalFailed.  The lines before
+it can be repeated.  If an operation breaks off, the journal ends too, because a replay cannot repeat an interrupt.
 
-Not written: queries, and pins that transfers set on pages (C7.4); a journal with a refusal because of a pin differs at
-that line when it is repeated.
+The journal holds no queries and no pins of transfers (C7.4).  So a replay differs at an operation that was refused
+because of such a pin.
 """
 
 from __future__ import annotations
@@ -39,26 +39,23 @@ SCHEMA = 2
 
 
 class TextSink(Protocol):
-    """What a journal writes to: a text file, or anything with its two methods."""
+    """A text file, or any object with these two methods."""
 
     def write(self, text: str, /) -> object:
-        """Take one line, its newline included."""
+        """Write one line, which ends with a newline."""
 
     def flush(self) -> object:
-        """Let the lines so far survive a crash of the process."""
+        """Save the lines so far against a crash of the process."""
 
 
 class Journal:
-    """Lines to a text file.
+    """Writes lines to a text file.
 
     Args:
-        target: a path, whose file is made anew and closed by `close`; or an open text file, which stays open.
+        target: a path, whose file is overwritten and which `close` closes; or an open text file, which stays open.
 
     Attributes:
-        failure: why a line could not be written; nothing is written after it.
-
-    Raises:
-        MisuseError: neither of the two, or a path that cannot be written.
+        failure: the error of the line that could not be written; no line is written after it.
     """
 
     def __init__(self, target: str | PathLike[str] | TextSink) -> None:
@@ -66,20 +63,20 @@ class Journal:
         self._has_ended = False
         self._lines = 0
         self._is_closed = False
-        self._opened: TextIO | None = None
+        self._own_file: TextIO | None = None
         if isinstance(target, str | PathLike):
             try:
-                self._opened = Path(target).open("w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+                self._own_file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
             except (OSError, ValueError, TypeError) as error:  # a NUL or a surrogate in a path, a path of bytes
                 raise MisuseError("a journal", expected="a path that can be written", got=str(error),
                                   remedy="name a file in a folder that exists", clause="C12.4") from error
         elif not all(callable(getattr(target, name, None)) for name in ("write", "flush")):
             raise MisuseError("a journal", expected="a path or an open text file", got=repr(target),
                               remedy="pass journal=None to keep none", clause="C12.4")
-        self._file: TextSink = target if self._opened is None else self._opened  # type: ignore[assignment]
+        self._file: TextSink = target if self._own_file is None else self._own_file  # type: ignore[assignment]
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Write one line and flush it; a failure is logged and kept, and ends the journal."""
+        """Write one line and flush it; a failure is logged and ends the journal."""
         if self._has_ended or self._is_closed:
             return
         self._has_ended = True  # an interrupt inside a line ends the journal
@@ -94,23 +91,19 @@ class Journal:
             self.end(f"{caught.error!r}; operations go on")
 
     def end(self, why: str) -> None:
-        """Write no further line, and log why."""
+        """End the journal: log the reason, and write no further line."""
         if not self._has_ended:
             self._has_ended = True
             _LOG.error("the journal ends after %d lines: %s", self._lines, why)
 
     def close(self) -> None:
-        """Close a file that the journal opened; closing twice is harmless.
-
-        Raises:
-            JournalFailed: a line could not be written meanwhile; said once.
-        """
+        """Close a file that the journal opened; raises JournalFailed, once, if a line could not be written."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._opened is not None:
+        if self._own_file is not None:
             with Caught() as caught:
-                self._opened.close()
+                self._own_file.close()
             self.failure = self.failure or caught.error
         if self.failure is not None:
             raise JournalFailed("a complete journal", expected="every line written", got=f"{self.failure!r}",
@@ -118,7 +111,7 @@ class Journal:
                                 clause="C12.4", lines=self._lines) from self.failure
 
     def close_after(self, error: BaseException) -> None:
-        """Close beside an error that is raised already: a failure of the journal is a note to it."""
+        """Close while `error` is being raised: a failure of the journal becomes a note of that error."""
         try:
             self.close()
         except JournalFailed as second:
@@ -137,29 +130,29 @@ class JournalRecorder:
         self.revision = 0
         self._words = JournalWords(ledger)
         self._operation = ""
-        self._given: Mapping[str, Any] = {}
-        self._arguments: Words = {}
+        self._operation_arguments: Mapping[str, Any] = {}
+        self._argument_words: Words = {}
         journal.write({"schema": SCHEMA, "store_id": ledger.sequences.store_id, "window_pages": WINDOW_PAGES,
                        "config": config_as_json(ledger.config)})
 
     def begin(self, operation: str, arguments: Mapping[str, Any]) -> None:
-        """Note the arguments of an operation while their handles are current."""
-        self._operation, self._given = operation, arguments
-        self._arguments = self._words.arguments(arguments)
+        """Translate the arguments of an operation now, while their handles are current."""
+        self._operation, self._operation_arguments = operation, arguments
+        self._argument_words = self._words.arguments(arguments)
         self.revision += 1
 
     def answer(self, answer: object) -> None:
         """Write the line of an operation that answered."""
-        self._write(self._words.outcome(self.revision, self._given, answer))
+        self._write(self._words.outcome(self.revision, self._operation_arguments, answer))
 
     def refuse(self, error: PagedKVError) -> None:
         """Write the line of an operation that was refused."""
         self._write(refusal_words(error))
 
     def break_off(self, error: BaseException) -> None:
-        """End the journal: what this operation did cannot be repeated."""
+        """End the journal: a replay cannot repeat an operation that broke off."""
         self.journal.end(f"{self._operation} broke off: {error!r}")
 
     def _write(self, outcome: Words) -> None:
-        self.journal.write({"revision": self.revision, "operation": self._operation, "arguments": self._arguments,
+        self.journal.write({"revision": self.revision, "operation": self._operation, "arguments": self._argument_words,
                             **outcome, "state": self._words.state()})

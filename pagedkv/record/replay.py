@@ -1,12 +1,12 @@
-"""Replay: a journal's operations once more, on a ledger alone, until something differs.
+"""Replay: repeat the operations of a journal on a ledger without a device, until a result differs.
 
     with open("run.jsonl") as file:
         report = replay_journal(file, name="run.jsonl")
-    report.difference        None, or what was expected at which revision, and what came instead
+    report.difference        None, or the revision, the expected result and the result of the replay
 
-Ledgers are built from the journal's first line.  Each operation is repeated with its recorded arguments; its answer or
-refusal and the state of every pool are compared with the recorded ones, and every invariant is checked (C16).  So a
-journal of a run that failed is a test, and one of a run that went well shows whether a change decides differently.
+The journal's first line describes the ledger.  The replay repeats each operation with its recorded arguments, compares
+its answer or refusal and the state of every pool with the recorded ones, and checks every invariant (C16).  So the
+journal of a failed run is a test, and the journal of a good run shows whether a change of the code decides differently.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from pagedkv.values.config import config_from_json
 
 @dataclass(frozen=True)
 class JournalDifference:
-    """The first place at which a replay went another way.
+    """The first difference between a journal and its replay.
 
     Attributes:
         revision: of the operation; 0 for the header.
         operation: its name.
         what: "answer", "refused", "state", "invariant" (C16), or "window_pages" in the header.
-        expected, got: what the journal says and what came; None where one answered and the other refused.
+        expected, got: the value in the journal and the value of the replay; None for a side that has none, because one
+            side answered and the other refused.
     """
 
     revision: int
@@ -45,11 +46,11 @@ class JournalDifference:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
-        operations: repeated with the same outcome.
-        is_truncated: the last line was cut in the middle, as a crash leaves it; it was not repeated.
+        operations: how many were repeated with the same outcome.
+        is_truncated: the last line is incomplete, as after a crash; it was not repeated.
         difference: the first one, or None.
     """
 
@@ -65,16 +66,16 @@ class ReplayReport:
 
 
 def replay_journal(lines: Iterable[str], *, name: str = "the journal", check_every: int = 1) -> ReplayReport:
-    """Repeat a journal on ledgers alone, and stop at the first difference.
+    """Repeat a journal on a ledger without a device, and stop at the first difference.
 
     Args:
-        lines: of the journal, with their newlines; an open file does.
-        name: how errors call it.
-        check_every: check the invariants after each so many operations, and at the end; a check looks at every page.
+        lines: the lines of the journal with their newlines, for example an open file.
+        name: the journal's name in errors.
+        check_every: check the invariants after every so many operations, and at the end.  A check reads every page.
 
     Raises:
-        MisuseError: a line that no journal has; names it.  A last line without a newline is taken for one that a crash
-            cut off.
+        MisuseError: a line that no journal contains; the error names it.  An incomplete last line without a newline is
+            no error: a crash leaves such a line.
     """
     if type(check_every) is not int or check_every < 1:
         raise MisuseError("check_every", expected="at least 1 operation", got=repr(check_every),
@@ -98,7 +99,7 @@ def replay_journal(lines: Iterable[str], *, name: str = "the journal", check_eve
 
 
 class _Reader:
-    """Lines as objects, each refused with its number when it is none of a journal."""
+    """Parses the lines of a journal, and refuses by number a line that no journal contains."""
 
     def __init__(self, lines: Iterable[str], name: str) -> None:
         self._objects = self._parsed(lines)
@@ -106,7 +107,7 @@ class _Reader:
         self.is_truncated = False
 
     def header(self) -> tuple[Ledger, JournalDifference | None]:
-        """Return ledgers as the first line describes them."""
+        """Return the ledger that the first line describes, and a difference of its window from ours."""
         number, head = next(self._objects, (1, {}))
         store_id, window = head.get("store_id"), head.get("window_pages")
         if head.get("schema") != SCHEMA or type(store_id) is not int or type(window) is not int:
@@ -125,7 +126,7 @@ class _Reader:
             raise self.malformed(number, "a configuration that fits into memory", f"{pages} pages") from error
 
     def operations(self) -> Iterator[tuple[int, Words]]:
-        """Yield the number and the object of every further line; their revisions are 1, 2, 3 and so on."""
+        """Yield the number and the object of each further line; their revisions must be 1, 2, 3 and so on."""
         for revision, (number, line) in enumerate(self._objects, start=1):
             forms = {"revision": int, "operation": str, "arguments": dict, "state": dict}
             if any(type(line.get(key)) is not form for key, form in forms.items()):
@@ -139,8 +140,8 @@ class _Reader:
             yield number, line
 
     def malformed(self, number: int, expected: str, got: object) -> MisuseError:
-        """Return the error for a line that no journal has."""
-        return MisuseError(f"line {number} of {self._name}", expected=expected, got=_short(got),
+        """Return the error for a line that no journal contains."""
+        return MisuseError(f"line {number} of {self._name}", expected=expected, got=_shortened(got),
                            remedy="pass a journal as open_store(journal=...) wrote it", clause="C12.4", line=number)
 
     def _parsed(self, lines: Iterable[str]) -> Iterator[tuple[int, Words]]:
@@ -163,7 +164,7 @@ class _Reader:
 
 
 class _Replay:
-    """Repeats lines on ledgers."""
+    """Repeats the operations of lines on one ledger."""
 
     def __init__(self, ledger: Ledger, reader: _Reader) -> None:
         self._ledger = ledger
@@ -171,7 +172,7 @@ class _Replay:
         self._words = JournalWords(ledger)
 
     def repeat(self, number: int, line: Words) -> JournalDifference | None:
-        """Repeat one operation; says what differs, if anything does."""
+        """Repeat one operation, and return how its outcome differs from the recorded one, or None."""
         outcome = json.loads(json.dumps(self._outcome(number, line)))
         for what in ("refused", "answer"):
             expected, got = line.get(what), outcome.get(what)
@@ -181,7 +182,7 @@ class _Replay:
         return None if state == line["state"] else _difference(line, "state", line["state"], state)
 
     def check(self, line: Words) -> JournalDifference | None:
-        """Check every invariant, except while a transaction is open: no space shows its claims."""
+        """Check every invariant; skipped while a transaction is open, because its claims belong to no space yet."""
         if self._words.transactions:
             return None
         try:
@@ -193,14 +194,14 @@ class _Replay:
     def _outcome(self, number: int, line: Words) -> Words:
         operation: Any = getattr(self._ledger, line["operation"])
         try:
-            arguments = self._words.arguments_back(line["arguments"])
-        except PagedKVError as error:  # a batch of handles that have ended is refused here instead of by the operation
+            arguments = self._words.arguments_from(line["arguments"])
+        except PagedKVError as error:  # a batch of stale handles is refused here, before the operation can refuse it
             return refusal_words(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._reader.malformed(number, f"arguments of {line['operation']}", repr(error)) from error
         with Caught() as caught:
             return self._words.outcome(line["revision"], arguments, operation(**arguments))
-        assert caught.error is not None, "nothing was returned and nothing was raised"
+        assert caught.error is not None, "an operation returned no outcome and raised no error"
         return refusal_words(caught.error)
 
 
@@ -208,6 +209,6 @@ def _difference(line: Words, what: str, expected: object, got: object) -> Journa
     return JournalDifference(line["revision"], line["operation"], what, expected, got)
 
 
-def _short(value: object) -> str:
+def _shortened(value: object) -> str:
     text = value if isinstance(value, str) else str(value) if isinstance(value, Exception) else repr(value)
     return text if len(text) <= 200 else text[:200] + "..."

@@ -1,19 +1,19 @@
-"""The words of a journal: arguments and answers of ledger operations as JSON, and arguments back.
+"""The words of a journal: arguments and answers of ledger operations as JSON, and JSON as arguments again.
 
     value of a caller       in JSON
-    None, bool, int, str    itself
-    Sequence                {"sequence": [row, serial]}        with the store's id as third where it is another one's
-    Continuation            {"continuation": [number]}         likewise
-    Batch                   {"batch": [[row, serial], ...]}    likewise
-    Submission              {"unit": number}                   {"unit": null}: one that is not in flight
-    Transaction             {"transaction": revision}          of the line that prepared it; null: it has ended
+    None, bool, int, str    the same value
+    Sequence                {"sequence": [row, serial]}        plus the store's id, if the handle is of another store
+    Continuation            {"continuation": [number]}         plus the store's id, likewise
+    Batch                   {"batch": [[row, serial], ...]}    plus the store's id, likewise
+    Submission              {"unit": number}                   null if the unit is not in flight
+    Transaction             {"transaction": revision}          of the line that prepared it; null if it has ended
     ActivationTarget        {"target": {...}}
-    pool -> columns         {"columns": {...}}                 counts as number or list, whatever array they came in
-    the caller's state      {"state": true}                    only whether there is one
-    anything else           {"opaque": repr}                   refused when it is repeated, as it was
+    pool -> columns         {"columns": {...}}                 each count a number, a list, or an array with its dtype
+    the caller's state      {"state": true}                    only whether a state was passed
+    anything else           {"opaque": repr}                   the operation refuses it, recorded or repeated
 
-Writer and replay share one `JournalWords` each: it remembers which transaction a revision prepared.  Both describe
-answers with the same function, so that an answer is compared word by word.
+The recorder has one `JournalWords` and the replay another; each remembers which revision prepared which transaction.
+Both describe answers with `outcome`, so the replay compares like with like.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLUMNS = frozenset({"columns", "accepted", "provisional"})
 
 
 class Opaque:
-    """Stands for an argument of a form that no operation accepts."""
+    """An argument that no operation accepts; only its repr is known."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -49,7 +49,7 @@ class Opaque:
 
 
 class JournalWords:
-    """Translates for one store's ledgers.
+    """Translates for one ledger.
 
     Attributes:
         transactions: those that are neither committed nor aborted, by the revision that prepared them.
@@ -61,39 +61,35 @@ class JournalWords:
 
     @property
     def store_id(self) -> int:
-        """The store whose handles need no id."""
+        """The id of the ledger's store; handles with this id are written without it."""
         return self.ledger.sequences.store_id
 
     # ---- arguments --------------------------------------------------------------------------------
 
-    def arguments(self, given: Mapping[str, object]) -> Words:
-        """Return the arguments of an operation as JSON, by name; taken before it runs, when handles are current."""
-        return {name: self._argument(name, value) for name, value in given.items()}
+    def arguments(self, values: Mapping[str, object]) -> Words:
+        """Return the arguments of an operation as JSON, by name; call it before the operation ends any handle."""
+        return {name: self._argument(name, value) for name, value in values.items()}
 
-    def arguments_back(self, words: Words) -> Words:
-        """Return arguments that an operation treats as it treated the recorded ones.
-
-        Raises:
-            KeyError, TypeError, ValueError: words of another form.
-        """
-        return {name: self._back(value) for name, value in words.items()}
+    def arguments_from(self, words: Words) -> Words:
+        """Return arguments that an operation accepts or refuses like the recorded ones."""
+        return {name: self._value(value) for name, value in words.items()}
 
     def _argument(self, name: str, value: object) -> object:
         if name == "state":
             return {"state": value is not None}
         if name in COLUMNS and value is not None:
-            return _mapping_or_counts(value)
+            return _columns(value)
         if type(value) in {type(None), bool, int, str}:
             return value
         return self._handle(value)
 
     def _handle(self, value: object) -> Words:
         if isinstance(value, Sequence):
-            return {"sequence": self._own(value.store_id, value.row, value.serial)}
+            return {"sequence": self._numbers(value.store_id, value.row, value.serial)}
         if isinstance(value, Continuation):
-            return {"continuation": self._own(value.store_id, value.number)}
+            return {"continuation": self._numbers(value.store_id, value.number)}
         if isinstance(value, Batch):
-            return {"batch": [self._own(entry.store_id, entry.row, entry.serial) for entry in value.sequences]}
+            return {"batch": [self._numbers(entry.store_id, entry.row, entry.serial) for entry in value.sequences]}
         if isinstance(value, Submission):
             return {"unit": value.number if value in self.ledger.units.in_flight else None}
         if isinstance(value, Transaction):
@@ -102,16 +98,16 @@ class JournalWords:
         if isinstance(value, ActivationTarget):
             words = {field.name: getattr(value, field.name) for field in fields(value)}
             frontier = value.frontier
-            words["frontier"] = (_mapping_or_counts(frontier) if isinstance(frontier, Mapping)
+            words["frontier"] = (_columns(frontier) if isinstance(frontier, Mapping)
                                  else frontier if type(frontier) in {type(None), int} else {"opaque": repr(frontier)})
             words["source"] = None if value.source is None else self._handle(value.source)
             return {"target": words}
         return {"opaque": repr(value)}
 
-    def _own(self, store_id: int, *numbers: int) -> list[int]:
+    def _numbers(self, store_id: int, *numbers: int) -> list[int]:
         return [*numbers] if store_id == self.store_id else [*numbers, store_id]
 
-    def _back(self, words: object) -> object:
+    def _value(self, words: object) -> object:
         if not isinstance(words, dict):
             return words
         ((kind, value),) = words.items()
@@ -119,46 +115,45 @@ class JournalWords:
             case "state":
                 return True if value else None
             case "columns":
-                return {pool: _counts_back(counts) for pool, counts in value.items()}
+                return {pool: _counts_from(counts) for pool, counts in value.items()}
             case "counts":
-                return _counts_back(value)
+                return _counts_from(value)
             case "sequence":
-                return self._sequence_back(value)
+                return self._sequence_from(value)
             case "continuation":
                 return Continuation(value[1] if len(value) > 1 else self.store_id, value[0])
             case "batch":
-                return self.ledger.batch([self._sequence_back(entry) for entry in value])
+                return self.ledger.batch([self._sequence_from(entry) for entry in value])
             case "unit":
-                return self._unit_back(value)
+                return self._unit_from(value)
             case "transaction":
                 return Opaque("a transaction that has ended") if value is None else self.transactions[value]
             case "target":
-                parts: Words = {name: self._back(part) for name, part in value.items()}
+                parts: Words = {name: self._value(part) for name, part in value.items()}
                 return ActivationTarget(**parts)
             case "opaque":
                 return Opaque(value)
         raise ValueError(f"{kind!r} is no kind of argument")
 
-    def _sequence_back(self, numbers: list[int]) -> Sequence:
+    def _sequence_from(self, numbers: list[int]) -> Sequence:
         row, serial = numbers[:2]
         return Sequence(numbers[2] if len(numbers) > 2 else self.store_id, row, serial)
 
-    def _unit_back(self, number: int | None) -> Submission:
+    def _unit_from(self, number: int | None) -> Submission:
         if number is None:
             return Submission(0, "ended", np.zeros(0, np.int64), 0, {}, {}, is_open=False)
-        found = [unit for unit in self.ledger.units.in_flight if unit.number == number]
-        if not found:
-            raise ValueError(f"no unit {number} is in flight")
-        return found[0]
+        for unit in self.ledger.units.in_flight:
+            if unit.number == number:
+                return unit
+        raise ValueError(f"no unit {number} is in flight")
 
     # ---- answers ----------------------------------------------------------------------------------
 
     def outcome(self, revision: int, arguments: Mapping[str, object], answer: object) -> Words:
-        """Return what an operation answered as {"answer": ...}, or {"refused": ...} for a Refusal.
+        """Return {"answer": ...} for the answer of an operation, or {"refused": ...} for a Refusal.
 
-        Args:
-            revision: of the operation; a transaction that it prepared has this number from now on.
-            arguments: of the operation; frontiers that it moved are part of the answer.
+        If the answer is a transaction, `revision` names it from now on.  If the answer is None, the frontiers of the
+        handles in `arguments` take its place.
         """
         if isinstance(answer, Refusal):
             return {"refused": asdict(answer)}
@@ -167,7 +162,7 @@ class JournalWords:
         ended = arguments.get("transaction")
         for key in [key for key, known in self.transactions.items() if known is ended]:
             del self.transactions[key]
-        return {"answer": self._moved(arguments) if answer is None else self._answer(answer)}
+        return {"answer": self._frontiers_moved(arguments) if answer is None else self._answer(answer)}
 
     def state(self) -> dict[str, list[int]]:
         """Return (allocated, reserved, available) pages of every pool.  (C6.2)"""
@@ -199,8 +194,8 @@ class JournalWords:
         assert isinstance(answer, dict), f"no words for {answer!r}"
         return {"slices": self._slices(answer)}
 
-    def _moved(self, arguments: Mapping[str, object]) -> object:
-        """Return the frontiers of what an operation without an answer moved, or None."""
+    def _frontiers_moved(self, arguments: Mapping[str, object]) -> object:
+        """Return the frontiers of the first handle in the arguments, or None if they hold no handle."""
         for value in arguments.values():
             if isinstance(value, Submission):
                 return {"frontiers": {name: spaces.committed_end[value.rows].tolist()
@@ -221,16 +216,14 @@ class JournalWords:
         return {
             name: [
                 [row, first, self.ledger.active[name].table[row, first : first + count].tolist()]
-                for row, first, count in zip(
-                    gained.rows.tolist(), gained.first_blocks.tolist(), gained.block_counts.tolist(), strict=True
-                )
+                for row, first, count in new_slices.each()
             ]
-            for name, gained in slices.items()
+            for name, new_slices in slices.items()
         }
 
 
 def refusal_words(error: BaseException) -> Words:
-    """Return {"refused": ...} for what an operation raised: the class, and the clause that it cites."""
+    """Return {"refused": ...} for the error of an operation: its class, and the clause that it cites."""
     clause = error.clause if isinstance(error, PagedKVError) else ""
     return {"refused": {"error": type(error).__name__, "clause": clause}}
 
@@ -239,7 +232,7 @@ def _copies(copies: tuple[TailCopy, ...]) -> list[list[object]]:
     return [[copy.pool, copy.source_page, copy.destination_page, copy.columns] for copy in copies]
 
 
-def _mapping_or_counts(value: object) -> Words:
+def _columns(value: object) -> Words:
     if isinstance(value, Mapping):
         if all(type(key) is str for key in value):
             return {"columns": {key: _counts(counts) for key, counts in value.items()}}
@@ -248,7 +241,7 @@ def _mapping_or_counts(value: object) -> Words:
 
 
 def _counts(value: object) -> object:
-    """Return counts as numbers and lists: what NumPy makes an array of integers of, and nothing else."""
+    """Return counts as JSON if NumPy can make an integer array of them, else as opaque."""
     if type(value) in {int, bool}:
         return value
     if isinstance(value, list | tuple):
@@ -258,9 +251,9 @@ def _counts(value: object) -> object:
     return {"opaque": repr(value)}
 
 
-def _counts_back(words: object) -> object:
+def _counts_from(words: object) -> object:
     if isinstance(words, list):
-        return [_counts_back(part) for part in words]
+        return [_counts_from(part) for part in words]
     if isinstance(words, dict):
         if "opaque" in words:
             return Opaque(words["opaque"])

@@ -1,11 +1,11 @@
-"""Actions: what the ledger decided, done on the store's stream.  (C10.3, C10.5, C11.2)
+"""Actions: execute the decisions of the ledger on the store's stream.  (C10.3, C10.5, C11.2)
 
-    publish                slices that rows gained               ledger -> device table, ahead of what reads them
-    copy_tails             committed columns of partial tails    page group -> page group, in every plane of a pool
-    publish_memberships    the whole row of an activation        after its tails
+    publish                new table slices of rows             ledger -> device table, before the launches that read it
+    copy_tails             committed columns of partial tails   page group -> page group, in every plane of a pool
+    publish_memberships    the whole row of an activation       ledger -> device table, after its tails
 
-Everything is queued in stream order and nothing waits.  Publication alone loops over rows in Python, and only over rows
-that crossed a page.
+Each action is queued in stream order; only `check_tables` waits.  `publish` loops over rows in Python, but only over
+rows that crossed a page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Actions:
         ops, device, stream, sanitizer: of the store.
         planes: per pool, every plane with its geometry, in ordinal order.
         tables: per pool, (C, L) int32 on the device.
-        active: per pool, the ledger of who maps what; only read.
+        active: per pool, the active spaces of the ledger; only read.
 
     Attributes:
         published_slices: table slices copied to the device so far.
@@ -51,18 +51,16 @@ class Actions:
         self._sanitizer = sanitizer
 
     def publish(self, slices: PoolSlices) -> None:
-        """Copy each new slice of each row to the device table, and record that as an event.  (C11.2)"""
-        for pool, gained in slices.items():
+        """Copy each new slice of each row to the device table, and record an event for it.  (C11.2)"""
+        for pool, new_slices in slices.items():
             spaces = self._active[pool]
-            for row, first, count in zip(
-                gained.rows.tolist(), gained.first_blocks.tolist(), gained.block_counts.tolist(), strict=True
-            ):
+            for row, first, count in new_slices.each():
                 blocks = slice(first, first + count)
                 self._device.copy(self._tables[pool][row, blocks], spaces.table[row, blocks].copy(), self._stream)
                 self.published_slices += 1
             if self._sanitizer is not None:
-                self._sanitizer.poison(pool, gained)
-            spaces.events.record_slices("publish", gained, spaces.table)
+                self._sanitizer.poison(pool, new_slices)
+            spaces.events.record_slices("publish", new_slices, spaces.table)
 
     def publish_memberships(self, row: int, tables: Mapping[str, Ids]) -> None:
         """Copy the whole membership of an activated row to the device table of each pool.  (C11.2)"""

@@ -1,19 +1,20 @@
 """Sanitizer: poison, guard pages and checks, for a store that looks for corruption.  (C11.1, C12.4, C16)
 
-    page group enters a membership    its bytes become NaN before the unit that may write it is launched
-    page group leaves a membership    the entries that named it point at the guard page again
-    `check`                           every other entry still does; nobody wrote the guard page
+    a page group enters a membership    its bytes become NaN before the launch of the unit that may write it
+    a page group leaves a membership    the entries that named it point at the guard page again
+    `check`                             every entry beyond a membership must point at the guard page, and nobody may
+                                        have written the guard page
 
-So a row that nobody wrote, and a stale entry, reach the output as NaN instead of as another sequence's numbers:
+So a launch that reads an unwritten row or a stale entry computes NaN, and not another sequence's numbers:
 
     plane                      unwritten            guard page
     bf16 codes                 0x7FC0               0xFFFF     quiet NaN
     FP16 scales                0x7E00               0xFFFF     quiet NaN; INT8 and E4M3 codes are NaN through them
     E4M3 scales and codes      0x7F                 0xFF       NaN
-    INT8 and E2M1 codes        0x7F                 0xFF       numbers: NaN through their scales alone
+    INT8 and E2M1 codes        0x7F                 0xFF       numbers, but their scales make them NaN
 
-The two patterns differ, so a dump of a page shows which one it is.  Everything runs on the store's stream, ahead of the
-launches that may read it.  A store without a sanitizer makes none of these calls.
+The two patterns differ, so a dump of a page shows whether it is the guard page.  Everything runs on the store's stream
+before the launches that may read it.  A store without a sanitizer makes none of these calls.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Sanitizer:
         ops, device, stream: of the store.
         planes: per pool, every plane with its geometry; each has one page group behind the pool's last id.
         tables: per pool, (C, L) int32 on the device.
-        spaces: per pool, the ledger that decides who maps what; only read.
+        spaces: per pool, the active spaces of the ledger; only read.
         latch: stops the store with the evidence.
-        scratch: (1,) int32 on the device; its next user on the stream overwrites it first.
+        scratch: (1,) int32 on the device; its other users on the stream write it before they read it.
     """
 
     def __init__(
@@ -68,32 +69,31 @@ class Sanitizer:
         self._page = scratch
         self._set_guard_pages()
 
-    def poison(self, pool: str, gained: TableSlices) -> None:
-        """Fill page groups that have just entered a membership, behind the copies of their entries.  (C11.1)
+    def poison(self, pool: str, new_slices: TableSlices) -> None:
+        """Fill page groups that have just entered a membership; their entries are on the device already.  (C11.1)
 
-        Launches: one per plane and row that gained pages.  The entries on the device name the pages.
+        Launches: one per plane and slice.
         """
         planes = self._planes[pool]
         words = [unwritten_word(geometry) for _, geometry in planes]
         table, published = self._tables[pool], self._published[pool]
-        ends = gained.first_blocks + gained.block_counts
-        for row, first, end in zip(gained.rows.tolist(), gained.first_blocks.tolist(), ends.tolist(), strict=True):
-            self._ops.fill_pages(planes, table[row, first:end], words, stream=self._stream)
-        published[gained.rows] = ends
+        for row, first, count in new_slices.each():
+            self._ops.fill_pages(planes, table[row, first : first + count], words, stream=self._stream)
+            published[row] = first + count
 
     def adopt(self, pool: str, row: int, blocks: int) -> None:
-        """Note that a row was published with so many entries that hold committed content already.  (C11.1)"""
+        """Note that the first `blocks` entries of a row were published; their pages hold committed content.  (C11.1)"""
         self._published[pool][row] = blocks
 
     def poison_page(self, pool: str, page_id: int) -> None:
-        """Fill one page group that a copy is about to fill in part.  (C11.1)  Launches: one per plane."""
+        """Fill one page group before a copy writes a part of it.  (C11.1)  Launches: one per plane."""
         self._device.copy(self._page, np.array([page_id], np.int32), self._stream)
         planes = self._planes[pool]
         words = [unwritten_word(geometry) for _, geometry in planes]
         self._ops.fill_pages(planes, self._page, words, stream=self._stream)
 
     def withdraw(self) -> None:
-        """Point the entries that left a membership at the guard page again; one copy per row that has some.  (C11.1)"""
+        """Point the entries that left a membership at the guard page; one copy per row with such entries.  (C11.1)"""
         for pool, published in self._published.items():
             spaces = self._spaces[pool]
             members = (spaces.mapped_end >> PAGE_SHIFT).astype(np.int64)
@@ -104,11 +104,7 @@ class Sanitizer:
             np.minimum(published, members, out=published)
 
     def check(self) -> None:
-        """Compare every table entry and every guard page with what they must hold; waits for the stream.  (C16)
-
-        Raises:
-            Corruption: names the first entry, or the first plane of a guard page; the store is latched.
-        """
+        """Compare every table entry and every guard page with its expected value; waits for the stream.  (C16)"""
         for pool, spaces in self._spaces.items():
             table = np.empty_like(spaces.table)
             self._device.copy(table, self._tables[pool], self._stream)
@@ -158,7 +154,7 @@ class Sanitizer:
 
 
 def unwritten_word(geometry: PlaneGeometry) -> int:
-    """Return the 32-bit pattern of rows of a plane that nobody wrote: NaN, or made NaN by the plane of its scales."""
+    """Return the 32-bit pattern of an unwritten row of a plane: NaN, or a number that its scale makes NaN."""
     if geometry.dtype.itemsize == 1:
         return UNWRITTEN_BYTES
     return UNWRITTEN_FP16 if geometry.role.endswith("scale") else UNWRITTEN_BF16
