@@ -1,10 +1,11 @@
-"""Access: who may call a store, and until when.  (C12.4)
+"""Access: which thread may call a store, and in which of its states.  (C12.4)
 
-    open --> latched (a device error or an operation that broke off: only close, memory_summary, evidence remain)
+    open --> latched (after a device error or an operation that broke off)
       |         |
       +---------+--> closed
 
-One thread and one process use a store; a call from elsewhere is refused.
+A latched store allows only `close`, `memory_summary`, `event_counts` and `evidence`.  One thread of one process uses a
+store; calls from another thread or process are refused.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pagedkv.ledger.ledger import Ledger
 
 
 class Access:
-    """Asked at the beginning of every call of one store.  As a context: latches when a device error leaves the block.
+    """Checks every call of one store.  As a context manager it latches the store if a device error leaves the block.
 
     Attributes:
         is_closed: written by the store alone.
-        fault: the device error that latched the store; the first one stays.
+        fault: the first device error, which latched the store.
     """
 
     def __init__(self, ledger: Ledger, stream: Stream) -> None:
@@ -31,7 +32,7 @@ class Access:
         self.fault: DeviceFault | None = None
         self._ledger = ledger
         self._stream = stream
-        self._broken: BrokenOff | None = None
+        self._broken_off: BrokenOff | None = None
         self._thread = threading.get_ident()
         self._process = os.getpid()
 
@@ -47,9 +48,7 @@ class Access:
     def enter(self, operation: str, *, is_publishing: bool = False) -> None:
         """Refuse a call of another thread or process, of a closed or latched store, or one that a capture forbids.
 
-        Args:
-            operation: as the caller knows it.
-            is_publishing: it changes a device table, which must happen now and not at a replay (C11.2).
+        `is_publishing`: the call changes a device table, so a replay must not repeat it (C11.2).
         """
         if threading.get_ident() != self._thread or os.getpid() != self._process:
             self.require_owner(operation)
@@ -70,7 +69,7 @@ class Access:
                               remedy="use one store per thread, and none across fork", clause="C12.4")
 
     def latch(self, fault: DeviceFault) -> None:
-        """Stop the store after a device error; the first one is kept as evidence."""
+        """Stop the store after a device error; the first one becomes the evidence."""
         if self.fault is None:
             self.fault = fault
 
@@ -79,11 +78,11 @@ class Access:
         """The device error, or the operation that broke off, that latched the store."""
         if self.fault is not None:
             return self.fault
-        if self._broken is None and self._ledger.unsettled:
+        if self._broken_off is None and self._ledger.unsettled:
             operation = self._ledger.unsettled
-            self._broken = BrokenOff(
+            self._broken_off = BrokenOff(
                 f"every call after {operation}", expected=f"{operation} to run from its first write to its last",
                 got="an exception in between", clause="C12.4", operation=operation,
                 remedy="close the store: its ledgers and device tables may contradict each other",
             )
-        return self._broken
+        return self._broken_off

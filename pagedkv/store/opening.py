@@ -1,4 +1,4 @@
-"""Opening a store: the device is chosen, automatic capacity is resolved, then the store is built.  (C5.3)"""
+"""Opening a store: choose the device, resolve automatic capacity, then build the store.  (C5.3)"""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ def open_store(
 ) -> Store:
     """Open a store on a device: "auto", "cpu", "cuda" or a Device.  A device that is named closes with the store.
 
-    Says in one line of the `pagedkv` log which device it is and why.  Automatic capacity is resolved here, once, with
-    the memory that is free after this process's caches were emptied (C5.3): a second line says what was free, wanted
-    and got, as a warning when the caller named no `min_tokens` and got less than every lane can use.
+    One line of the `pagedkv` log names the device and why it was chosen.  Automatic capacity is resolved here, once,
+    with the memory that is free after this process's caches were emptied (C5.3).  A second log line gives the free,
+    the requested and the granted capacity; it is a warning if the caller set no `min_tokens` and the store gets fewer
+    tokens than all lanes can use.
 
     Args:
-        journal: where to write every ledger decision as a JSON line, for `replay_journal`: a path, whose file is made
-            anew and closed with the store, or an open text file.  A line that cannot be written is logged and ends the
-            journal; operations stay valid, and `close` raises JournalFailed.
+        journal: records every decision of the ledger as a JSON line, for `replay_journal`.  A path, whose file is
+            overwritten and closed with the store, or an open text file.  If a line cannot be written, that is logged
+            and the journal ends; operations stay valid, and `close` raises JournalFailed.
 
     Raises:
-        ConfigError: `config` is not a StoreConfig, or asks for what this version lacks.
-        CapacityError: automatic capacity, and too little memory is free; says what would fit.
-        MissingRequirement: the device needs something that is not there; says how to get it.
+        ConfigError: `config` is not a StoreConfig, or asks for Host replicas, which this version lacks.
+        CapacityError: capacity is automatic and too little memory is free; the error says what would fit.
+        MissingRequirement: the device needs a package or a tool that is missing; the error says how to get it.
         MisuseError: no such device, or a journal that cannot be written.
     """
     require_config(config)
@@ -51,7 +52,7 @@ def open_store(
 def _open(
     config: StoreConfig, device: Device, target: str | PathLike[str] | TextSink | None, *, owns_device: bool
 ) -> Store:
-    """Resolve automatic capacity, open the journal, and build the store; a failure closes the journal again."""
+    """Resolve automatic capacity, open the journal, and build the store; after an error, close the journal."""
     if not all(hasattr(device, name) for name in ("description", "stream", "empty", "load")):
         raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=repr(device),
                           remedy="pass a name, or what open_device returned", clause="C1.1")

@@ -1,19 +1,19 @@
-"""Store: the object a caller holds.  The ledger decides, the device acts.  (C1, C5, C9 to C12)
+"""Store: the object that callers use.  The ledger decides, the device acts.  (C1, C5, C9 to C12)
 
     with open_store(config, device="auto") as store:
         sequence = store.activate(prompt_tokens=1000, output_tokens=256)
         batch = store.batch([sequence])
-        unit = store.begin_unit(batch, 128)          # maps, publishes table slices, freezes the rows
-        ...                                          # launches on store.stream
-        store.wait(unit)                             # the device has finished
-        store.commit(unit)                           # frontiers advance, rows thaw
-        store.trim(batch)                            # rejected tails return to their reservation
+        unit = store.begin_unit(batch, 128)          # map pages, publish table slices, freeze the rows
+        ...                                          # launch on store.stream
+        store.wait(unit)                             # until the device has finished
+        store.commit(unit)                           # advance frontiers, thaw the rows
+        store.trim(batch)                            # return rejected tails to their reservation
         saved = store.finish(sequence, retain=True, state=mine)
         again = store.activate(source=saved, frontier=900, prompt_tokens=20, output_tokens=64)     # Fork
 
-Every per-step call takes a batch.  A call has three parts: `Access.enter` checks the caller, the ledger decides, and
-the device follows (`actions.py`).  `_settle` ends it.  What breaks off in between latches the store (`ledger.py` says
-how).
+Every per-step call takes a batch.  A call has four parts: `Access.enter` checks the caller, the ledger decides, the
+device executes the decision (`actions.py`), and `_settle` ends the call.  If a call breaks off after the ledger's first
+write and before `_settle`, the store is latched (`ledger.py` says how).
 """
 
 from __future__ import annotations
@@ -68,27 +68,27 @@ class Store:
     """A KV store on one device; made by `open_store`.
 
     Attributes:
-        config: what it was built from, its capacity resolved; fixed.
-        plan: how automatic capacity was resolved; None when capacity was explicit, and nothing was measured (C5.2).
-        device, stream: where everything runs; one ordered stream.
-        owns_device: whether the device closes with the store, because `open_store` opened it by name.
-        ops: the kernels' wrappers on this device.
+        config: the configuration, with its capacity resolved; fixed.
+        plan: the plan that resolved automatic capacity; None if capacity was explicit (C5.2).
+        device, stream: everything runs on this device and this one ordered stream.
+        owns_device: whether `close` closes the device too, because `open_store` opened it by name.
+        ops: launches the kernels on this device.
         layout: every slab, as allocated.
-        views: `views[pool][layer]`, what kernels read through (C14.1).
+        views: `views[pool][layer]`; kernels read pages through it (C14.1).
         block_tables: `block_tables[pool]`, (C, L) int32 on the device; entries beyond membership are unspecified,
-            and the guard page in sanitizer mode (C11.1).
-        sanitizer: poisons, withdraws and looks for corruption; None unless `config.sanitizer`.
-        workspace: uint8, for the attention of every unit on `stream`; None where no unit needs any.
+            and name the guard page in sanitizer mode (C11.1).
+        sanitizer: looks for corruption; None unless `config.sanitizer`.
+        workspace: uint8, for the attention of every unit on `stream`; None if no unit needs it.
         control_ingress, control_egress: int32 words of every unit on `stream`, at fixed addresses (C15.1).
-        graph_bytes: bytes handed to captured units so far; planned as the graph allowance.
+        graph_bytes: bytes of `graph_buffer` so far; the plan holds an allowance for them.
 
-    A sequence's budget, a backend's lead included, is reserved in whole pages: its row may write to the end of the last
-    one, below max_context; `covered_columns` says how far.
+    A sequence's budget, a backend's lead included, is reserved in whole pages.  So its row may write to the end of the
+    last page, below max_context; `covered_columns` returns how far.
 
-    Every attribute is written by the store alone.  Every method but `close`, `memory_summary`, `event_counts` and
-    `latch` raises MisuseError on a closed store or from another thread or process, and StoreLatched after a device
-    error or an operation that broke off (C12.4); the method says what else it raises.  If copying table entries fails
-    after memberships changed, the error is raised again and the store is latched (C11.2).
+    The store alone writes every attribute.  Every method except `close`, `memory_summary`, `event_counts` and `latch`
+    raises MisuseError on a closed store or from another thread or process, and StoreLatched after a device error or an
+    operation that broke off (C12.4).  Each method lists its further errors.  If copying table entries fails after
+    memberships changed, the error is raised again and the store is latched (C11.2).
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Store:
         self._actions = Actions(self.ops, device, self.stream, planes, self.block_tables, self._ledger.active,
                                 self.sanitizer)
 
-    # ---- the life of a store ----------------------------------------------------------------------
+    # ---- entering, closing, latching ----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         return self
@@ -163,9 +163,9 @@ class Store:
         A capture on the store's stream is aborted first.  Closing twice is harmless.
 
         Raises:
-            DeviceFault: a kernel failed meanwhile, or had written beyond a buffer; the fault is the evidence.
+            DeviceFault: a kernel failed, or wrote beyond a buffer.
             JournalFailed: a line of the journal could not be written.
-            The store is closed nevertheless, as after everything else that draining the stream raises.
+            The store is closed nevertheless, also after every other error of the stream.
         """
         if self._access.is_closed:
             return
@@ -193,7 +193,7 @@ class Store:
             self._journal.close()
 
     def latch(self, fault: DeviceFault) -> None:
-        """Stop the store after a device error that a caller met; the first one is kept as evidence.  (C12.4)"""
+        """Stop the store after a device error in a caller's launch; the first one becomes the evidence.  (C12.4)"""
         self._access.latch(fault)
 
     @property
@@ -207,18 +207,18 @@ class Store:
         self, *, prompt_tokens: int, output_tokens: int, source: Continuation | None = None,
         frontier: int | Mapping[str, int] | None = None, keep_source: bool = True,
     ) -> Sequence | Refusal:
-        """Activate in every pool, from nothing or from a continuation, or say why not.  (C9.2, C10.2, C10.9)
+        """Activate a sequence in every pool, or return the Refusal if there is no room.  (C9.2, C10.2, C10.9)
 
         Args:
-            prompt_tokens, output_tokens: the budget, in whole pages; with a source, what comes behind its frontier.
-            source, frontier, keep_source: as `ActivationTarget` says: a Fork, or with keep_source=False a Move.
+            prompt_tokens, output_tokens: the budget behind the source's frontier, or from position 0 without a source.
+            source, frontier, keep_source: as in `ActivationTarget`; a Fork, or with keep_source=False a Move.
 
         Raises:
-            MisuseError: counts of another form, a source without complete state (C2.2), a frontier it does not hold,
-                or a Move of pages that a copy uses (C7.4).
+            MisuseError: counts that are no integers or too small, a source without complete state (C2.2), a frontier
+                that the source does not hold, or a Move of pages that a copy uses (C7.4).
             StaleHandle: the source was released or moved.
-            CaptureRefused: a source is named, and the stream is capturing.
-            DeviceFault: a copy or a publication failed; every claim was given back, the source is as it was (C10.2).
+            CaptureRefused: there is a source, and the stream is capturing.
+            DeviceFault: a copy or a publication failed; every claim was given back, the source is unchanged (C10.2).
         """
         self._access.enter("activate", is_publishing=source is not None or self.sanitizer is not None)
         return self._activate(ActivationTarget(prompt_tokens, output_tokens, source, frontier, keep_source))
@@ -230,8 +230,8 @@ class Store:
         """Activate a sequence, from nothing or from a continuation.  (C10.9)
 
         Raises:
-            ActivationRefused: there is no room now, or (`refusal.forever`) never.
-            MisuseError, StaleHandle, DeviceFault: as `try_activate`.
+            ActivationRefused: there is no room now, or never (`refusal.forever`).
+            MisuseError, StaleHandle, CaptureRefused, DeviceFault: as `try_activate`.
         """
         answer = self.try_activate(prompt_tokens=prompt_tokens, output_tokens=output_tokens, source=source,
                                    frontier=frontier, keep_source=keep_source)
@@ -263,12 +263,12 @@ class Store:
         """Say whether there is room for `activate` now; no side effects.  (C10.9)
 
         Raises:
-            MisuseError, StaleHandle: a target that is wrong whatever room there is, as `try_activate` says.
+            MisuseError, StaleHandle: as `try_activate`.
         """
         return isinstance(self.explain(target), ActivationPlan)
 
     def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
-        """Return what an activation would take, or the refusal; no side effects.  (C10.9)"""
+        """Return the plan of an activation, or the Refusal; no side effects.  Raises as `can_honour`.  (C10.9)"""
         self._access.enter("explain")
         return self._ledger.transactions.explain(target)
 
@@ -276,10 +276,10 @@ class Store:
         """End a sequence: trim, give up reservation and row, then release its pages or retain them.  (C9.8)
 
         Args:
-            sequence: active, at a boundary.
-            retain: keep its pages as an immutable continuation, which protects all that is committed.
-            state: the caller's own state at the frontier, which the store never looks into; None says that it is not
-                complete, and then no sequence can be activated from the continuation until `attach_state` (C2.2).
+            sequence: active, and no unit in flight selects it.
+            retain: keep its pages as an immutable continuation, which protects all committed tokens.
+            state: the caller's state at the frontier, which the store never reads.  None means that it is not complete:
+                then no sequence can be activated from the continuation until `attach_state` (C2.2).
 
         Returns:
             The continuation, or None without `retain`.
@@ -287,8 +287,8 @@ class Store:
         Raises:
             UnitInFlight: a unit in flight selects it (C12.2).
             StaleHandle: it has ended.
-            MisuseError: a copy uses one of its pages; or it is to be retained, and nothing is committed in Main, or a
-                backend's frontier leads Main's (C13.2).
+            MisuseError: a copy uses one of its pages; a state without `retain`; or with `retain`, Main has no committed
+                token, or a backend's frontier is beyond Main's (C13.2).
         """
         self._access.enter("finish", is_publishing=self.sanitizer is not None)
         continuation = self._ledger.finish(sequence, retain=retain, state=state)
@@ -312,15 +312,15 @@ class Store:
     def try_snapshot(self, sequence: Sequence, *, state: object = None) -> Continuation | Refusal:
         """Checkpoint an active sequence at a boundary; it runs on.  (C10.6)
 
-        Full pages are shared in place; of an unaligned tail the committed columns are copied into one page of each
-        pool, which goes to the checkpoint, so no table entry changes.  Launches: one per plane of a copied tail.
+        The checkpoint shares the full pages.  If the frontier lies inside a page, its committed columns are copied into
+        a new page of the checkpoint, so no table entry changes.  Launches: one per plane of a copied tail.
 
         Returns:
             The checkpoint, or the Refusal: no free page for a tail, or provisional pages are mapped (trim first).
 
         Raises:
             UnitInFlight, StaleHandle, MisuseError: as `finish` with retain=True; nothing changed.
-            CaptureRefused: the stream is capturing: the copy must happen now, not at a replay.
+            CaptureRefused: the stream is capturing, and a replay must not repeat the copy.
             DeviceFault: a copy failed; every claim was given back.
         """
         self._access.enter("snapshot", is_publishing=True)
@@ -337,7 +337,7 @@ class Store:
 
         Raises:
             SnapshotRefused: no free page for a copied tail, or provisional pages are mapped.
-            UnitInFlight, StaleHandle, MisuseError, DeviceFault: as `try_snapshot`.
+            UnitInFlight, StaleHandle, MisuseError, CaptureRefused, DeviceFault: as `try_snapshot`.
         """
         answer = self.try_snapshot(sequence, state=state)
         if isinstance(answer, Refusal):
@@ -352,7 +352,7 @@ class Store:
         return answer
 
     def release(self, continuation: Continuation) -> None:
-        """Give up a continuation; a page returns to available with its last reference.  (C9.8)
+        """Give up a continuation; a page becomes available when nobody references it any more.  (C9.8)
 
         Raises:
             StaleHandle: it was released or moved.
@@ -363,7 +363,7 @@ class Store:
         self._settle()
 
     def protect(self, continuation: Continuation, tokens: int, pool: str = "main") -> None:
-        """Set the frontier below which `truncate` may not cut a continuation, up or down.  (C7.8)
+        """Set the frontier below which `truncate` may not cut a continuation, higher or lower than before.  (C7.8)
 
         Raises:
             StaleHandle: it was released or moved.
@@ -374,7 +374,7 @@ class Store:
         self._settle()
 
     def attach_state(self, continuation: Continuation, state: object) -> None:
-        """Replace the caller's state of a continuation; None says that it is not complete.  (C2.2)
+        """Replace the caller's state of a continuation; None means that it is not complete.  (C2.2)
 
         Raises:
             StaleHandle: it was released or moved.
@@ -399,17 +399,17 @@ class Store:
         return self._ledger.continuations.handles()
 
     def sequences(self) -> list[Sequence]:
-        """Return every active sequence, in ascending order of execution rows: a way back to a lost handle.  (C12.4)"""
+        """Return every active sequence in ascending order of rows, so that a lost handle can be found.  (C12.4)"""
         self._access.enter("sequences")
         return self._ledger.sequences.handles()
 
     def units(self) -> list[Submission]:
-        """Return every unit in flight, in the order of their begin: a way back to a lost handle.  (C12.4)"""
+        """Return every unit in flight in the order of their begin, so that a lost handle can be found.  (C12.4)"""
         self._access.enter("units")
         return list(self._ledger.units.in_flight)
 
     def protected_tokens(self, continuation: Continuation, pool: str = "main") -> int:
-        """Return the protected frontier of a continuation in a pool, in tokens; StaleHandle when it ended.  (C7.8)"""
+        """Return the protected frontier of a continuation in a pool, in tokens; StaleHandle if it ended.  (C7.8)"""
         self._access.enter("protected_tokens")
         return self._kept_space(continuation, pool).protected_frontier
 
@@ -431,20 +431,21 @@ class Store:
     def begin_unit(
         self, batch: Batch, columns: Columns | Mapping[str, Columns] = 1, *, name: str = "unit"
     ) -> Submission:
-        """Map what the unit may write, publish new table slices on the stream, freeze the rows.  (C9.4, C11.2)
+        """Map the pages that the unit may write, publish new table slices, and freeze the rows.  (C9.4, C11.2)
 
         Args:
             batch: from `batch`.
             columns: columns of each entry in Main (one number, or one per entry), or a mapping
                 pool -> columns.  0 selects a row without writing.
-            name: how errors call the unit.
+            name: the unit's name in errors.
 
         Returns:
             The unit; `first_positions[pool]` and `columns[pool]` are (B,) int32 in batch order.
 
         Raises:
             UnitInFlight, EntitlementExceeded, MisuseError, StaleHandle: nothing changed.
-            Whatever breaks a publication off: the pages are members by then, so the store is latched (C12.4).
+            CaptureRefused: the stream is capturing, and a replay must not repeat the publication.
+            The error of a failed publication: the pages are members already, so the store is latched (C12.4).
         """
         self._access.enter("begin_unit", is_publishing=True)
         by_pool = columns if isinstance(columns, Mapping) else {"main": columns}
@@ -456,7 +457,7 @@ class Store:
         return unit
 
     def submit(self, unit: Submission) -> None:
-        """Record on the stream that the unit's launches end here, so that `poll` can ask.  (C12.4)
+        """Record an event on the stream behind the unit's launches; `poll` queries it.  (C12.4)
 
         Raises:
             MisuseError: the unit has ended, or is of another store.
@@ -501,8 +502,8 @@ class Store:
 
         Args:
             unit: waited for, or returned by `poll`.
-            accepted: accepted columns of each entry in Main, a mapping pool -> columns, or None for
-                every column of every pool the unit wrote.
+            accepted: accepted columns of each entry in Main, or a mapping pool -> columns; a pool without an entry
+                stays as it is.  None accepts every column of every pool that the unit wrote.
 
         Raises:
             MisuseError: the unit was not waited for, has ended, or wrote fewer columns; nothing changed.
@@ -519,7 +520,7 @@ class Store:
         self._settle()  # an abort takes effect here
 
     def fail(self, unit: Submission) -> None:
-        """End a unit without a commit, after what it launched has drained.  (C9.5)
+        """Wait for a unit and end it without a commit.  (C9.5)
 
         Raises:
             MisuseError, DeviceFault: as `wait`.
@@ -541,9 +542,9 @@ class Store:
             graph.launch(self.stream)
 
     def graph_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Allocate a buffer that lives with a captured unit, and count it into `graph_bytes`.  (C5.4)
+        """Allocate a buffer for a captured unit, and add it to `graph_bytes`.  (C5.4)
 
-        The graph allowance of the plan is meant to hold them all; what exceeds it is logged once, not refused.
+        The plan has an allowance for all these buffers.  If they exceed it, a warning is logged once.
         """
         self._access.enter("graph_buffer")
         with self._access:
@@ -559,14 +560,15 @@ class Store:
     # ---- between units ----------------------------------------------------------------------------
 
     def begin_round(self, batch: Batch) -> list[Sequence]:
-        """Extend the leases of a batch before its next launch, where they are nearly used up.  (C9.2)
+        """Extend the leases of a batch that are nearly used up.  (C9.2)
 
-        Needed once a round with `kv_lease_growth`; without it nothing is done.  Host work only: nothing is mapped,
-        published or launched.
+        Call it once before each launch with `kv_lease_growth`; without that it does nothing.  It maps, publishes and
+        launches nothing.
 
         Returns:
-            The sequences that could not be extended, in batch order.  Each runs on while `covered_columns` holds its
-            next launch; then the caller ends it with reason "length".  After releasing a continuation, try again.
+            The sequences that could not be extended, in batch order.  Each may go on while `covered_columns` is enough
+            for its next launch; then the caller ends it with reason "length".  To get pages, release a continuation
+            and call `begin_round` again.
 
         Raises:
             UnitInFlight: a unit in flight selects one of the rows (C12.2); nothing changed.
@@ -602,7 +604,7 @@ class Store:
         self._settle()
 
     def trim(self, batch: Batch, pool: str = "main", provisional: Columns = 0) -> int:
-        """Return trailing pages of the batch to their own reservations; says how many.  (C9.6)
+        """Return trailing pages of the batch to their own reservations, and return how many.  (C9.6)
 
         Args:
             batch: from `batch`.
@@ -620,16 +622,17 @@ class Store:
         return pages
 
     def truncate(self, target: Sequence | Continuation, tokens: int, pool: str = "main") -> None:
-        """Lower the committed frontier of one pool to `tokens`, then trim, or release what is behind.  (C9.10)
+        """Lower the committed frontier of one pool to `tokens`.  (C9.10)
 
-        A continuation's state belongs to Main's frontier: lowering that deletes the state, until `attach_state` (C2.2).
-        Pools are cut one by one (C9.9): a continuation whose Main was cut below a backend's frontier is activated with
-        a frontier for every pool.
+        The pages behind it return to the sequence's reservation; pages of a continuation are released.  A
+        continuation's state belongs to Main's frontier: lowering that deletes the state, until `attach_state` (C2.2).
+        Each pool is cut by itself (C9.9).  If Main of a continuation was cut below a backend's frontier, activate from
+        it with a frontier for every pool.
 
         Raises:
             UnitInFlight: a unit in flight selects the row (C12.2).
-            MisuseError: tokens above the frontier, below the protected one of a continuation, or negative; an unknown
-                pool; or a page is cut that another space references or a copy uses (C7.4).
+            MisuseError: tokens above the frontier, below a continuation's protected frontier, or negative; an unknown
+                pool; or another space references or a copy uses one of the pages to cut (C7.4).
             StaleHandle: it has ended.
         """
         self._access.enter("truncate", is_publishing=self.sanitizer is not None)
@@ -640,7 +643,7 @@ class Store:
         self._settle()
 
     def committed_tokens(self, target: Sequence | Continuation, pool: str = "main") -> int:
-        """Return the committed frontier in one pool, in tokens; StaleHandle when it ended.  (C9.1)"""
+        """Return the committed frontier in one pool, in tokens; StaleHandle if the target ended.  (C9.1)"""
         self._access.enter("committed_tokens")
         if isinstance(target, Continuation):
             return self._kept_space(target, pool).frontier
@@ -648,13 +651,13 @@ class Store:
         return self._ledger.active_in(pool).committed_end.item(target.row)
 
     def budget_tokens(self, sequence: Sequence) -> int:
-        """Return prompt plus output tokens that the sequence was activated for; StaleHandle when it ended.  (C9.2)"""
+        """Return the tokens that the sequence may hold: source, prompt and output; StaleHandle if it ended.  (C9.2)"""
         self._access.enter("budget_tokens")
         self._ledger.sequences.require_current(sequence)
         return int(self._ledger.sequences.budget_tokens[sequence.row])
 
     def page_ids(self, target: Sequence | Continuation, pool: str = "main") -> list[int]:
-        """Return the page group ids of a membership, in block order; StaleHandle when it ended.  (C9.1)"""
+        """Return the page group ids of a membership, in block order; StaleHandle if the target ended.  (C9.1)"""
         self._access.enter("page_ids")
         ids: list[int]
         if isinstance(target, Continuation):
@@ -673,10 +676,11 @@ class Store:
         return self._actions.published_slices
 
     def check(self) -> None:
-        """Assert every invariant of C16, the device tables included; AssertionError says which.  (C16)
+        """Check every invariant, and that the device tables show the memberships.  (C16)
 
         Raises:
-            Corruption: in sanitizer mode, a table or a guard page holds something else; the store is latched.
+            AssertionError: an invariant is broken; the message names it.
+            Corruption: in sanitizer mode, a table or a guard page was overwritten; the store is latched.
         """
         self._access.enter("check")
         check_ledger(self._ledger)
@@ -687,7 +691,7 @@ class Store:
             self._actions.check_tables()
 
     def memory_summary(self) -> dict[str, dict[str, int]]:
-        """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; works when latched."""
+        """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; a latched store answers too."""
         summary = {}
         for pool in self.config.pools:
             counters = self._ledger.active[pool.name].pool
@@ -702,18 +706,18 @@ class Store:
         return summary
 
     def inspect(self) -> StoreInspection:
-        """Return a copy of everything the ledgers show, for tests and tools; linear in pages.  (C16)"""
+        """Return a copy of the ledger's whole state, for tests and tools; linear in pages.  (C16)"""
         self._access.enter("inspect")
         return inspect_ledger(self._ledger)
 
     def observe(self, observer: PageObserver) -> Callable[[], None]:
         """Call `observer` with every later PageEvent, at the end of the operation that caused it.  (C9.6, C13.3)
 
-        Events come in order, and none tells of a refused or aborted operation.  An error of an observer is logged: the
-        operation is valid, and the next observer is called.  `ledger/events.py` says what each kind means.
+        Events come in order.  A refused or aborted operation causes none.  If an observer raises, the error is logged,
+        the operation stays valid, and the next observer is called.  `ledger/events.py` describes each kind of event.
 
         Returns:
-            A function that ends it; a second call of that does nothing.
+            A function that ends the observation; a second call of it does nothing.
 
         Raises:
             MisuseError: the observer cannot be called.
@@ -722,9 +726,10 @@ class Store:
         return self._ledger.events.observe(observer)
 
     def event_counts(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return, per pool and kind of event, pages and bytes so far, observed or not; works when latched.  (C3.11)
+        """Return, per pool and kind of event, pages and bytes so far; a latched store answers too.  (C3.11)
 
-        Bytes are those of the page groups in all planes, of "publish" too, which copies table entries only.
+        Events count whether or not anybody observes them.  Bytes are the sizes of the page groups in all planes, also
+        for "publish", which copies only their table entries.
         """
         counts: dict[str, dict[str, dict[str, int]]] = {}
         for pool in self.config.pools:
@@ -739,7 +744,7 @@ class Store:
         return self._ledger.kept_in(pool).by_number[number]
 
     def _follow(self, transaction: Transaction) -> None:
-        """Copy the tails of a transaction and publish its tables; if that fails, give every claim back.  (C10.2)"""
+        """Copy the tails of a transaction and publish its tables; after an error, give every claim back.  (C10.2)"""
         try:
             with self._access:
                 self._actions.copy_tails(transaction.copies)
@@ -783,11 +788,7 @@ def _build_ledger(config: StoreConfig) -> Ledger:
 
 
 def require_config(config: StoreConfig) -> None:
-    """Refuse what no store can be built from.
-
-    Raises:
-        ConfigError: `config` is not a StoreConfig, or asks for what this version lacks.
-    """
+    """Refuse a `config` that is not a StoreConfig, or that asks for Host replicas."""
     if not isinstance(config, StoreConfig):
         raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
                           remedy="build a StoreConfig first", clause="C5.2")

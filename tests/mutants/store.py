@@ -63,7 +63,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C12.4", "a call does not ask whether an operation broke off", "store/access.py",
            "if self._ledger.unsettled or self.fault is not None:", "if self.fault is not None:", interrupted("finish")),
     Mutant("C12.4", "an operation that broke off leaves no evidence", "store/access.py",
-           "if self._broken is None and self._ledger.unsettled:", "if False:", interrupted("finish")),
+           "if self._broken_off is None and self._ledger.unsettled:", "if False:", interrupted("finish")),
     Mutant("C10.2", "a prepared activation counts as settled", "store/store.py:_activate",
            "self._follow(transaction)", 'self._ledger.unsettled = ""; self._follow(transaction)',
            interrupted("activate")),
