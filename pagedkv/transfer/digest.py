@@ -3,9 +3,9 @@
     fingerprints = fingerprint(pool, page_ids, columns)       (n, planes) uint64
                                                               row i: page i; column j: plane j, in ordinal order (C4.2)
 
-A digest covers the first columns[i] rows of every KV head of a page in one plane.  So a page and its copy at another
-place or on another side agree exactly when those bytes agree; provisional bytes behind them do not count (C13.2).  The
-bytes are copied to the host first: for sanitizer mode and for tests, never for a step.
+A digest covers the first columns[i] rows of every KV head of a page in one plane.  So the digests of a page and its
+copy agree if those bytes agree, wherever the copy lies; provisional bytes behind them do not count (C13.2).  The bytes
+are copied to the host first, which is slow: sanitizer mode and tests use digests, a step never does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ DIGEST_BYTES = 8
 
 
 class PageFingerprints:
-    """Digests of the pools of one store, taken on one stream behind all its work.
+    """Computes digests of the pools of one store.
 
     Args:
-        device: where the planes lie.
-        stream: of everybody who writes the planes.
+        device, stream: of the planes, and of everything that writes them.
         planes: per pool, every plane with its geometry, in ordinal order.
         latch: called with the first difference, to stop the store.
     """
@@ -48,10 +47,7 @@ class PageFingerprints:
     def fingerprint(self, pool: str, page_ids: Ids, columns: Ids) -> Fingerprints:
         """Return the digests of page groups on the device; waits for the stream.
 
-        Args:
-            pool: whose planes.
-            page_ids: (n,) int32, 0 <= id < N.
-            columns: (n,) int32, 0 to 64: the rows of each page that count.
+        page_ids: (n,) int32, 0 <= id < N.  columns: (n,) int32, 0 to 64, how many rows of each page count.
         """
         digests = []
         for plane, geometry in self._planes[pool]:
@@ -63,14 +59,10 @@ class PageFingerprints:
     def fingerprint_extent(
         self, pool: str, host: npt.NDArray[np.uint8], host_pages: int, pages: Ids, columns: Ids
     ) -> Fingerprints:
-        """Return the digests of pages of a packed extent, which no copy writes now; no call to the device.  (C8.1)
+        """Return the digests of pages of a packed extent that no copy writes now; no call to the device.  (C8.1)
 
-        Args:
-            pool: whose planes the extent packs.
-            host: (bytes,) uint8, laid out as PackedPlanes of `host_pages` pages.
-            host_pages: pages of the whole extent.
-            pages: (n,) int32, pages of the extent.
-            columns: (n,) int32, 0 to 64.
+        host: (bytes,) uint8, laid out as PackedPlanes of `host_pages` pages.  pages: (n,) int32, pages of the extent.
+        columns: (n,) int32, 0 to 64, how many rows of each page count.
         """
         layout = PackedPlanes(tuple(geometry for _, geometry in self._planes[pool]), host_pages)
         digests = []
@@ -83,17 +75,7 @@ class PageFingerprints:
         return _by_page(digests, pages.size)
 
     def require_same(self, what: str, pool: str, page_ids: Ids, expected: Fingerprints, got: Fingerprints) -> None:
-        """Refuse pages whose bytes have changed.  (C7.4)
-
-        Args:
-            what: the occasion, as the error names it.
-            pool: whose pages.
-            page_ids: (n,) int32, as the error names them.
-            expected, got: of the same pages and columns, in the same order.
-
-        Raises:
-            Corruption: names the first page and plane; `latch` was called with it.
-        """
+        """Raise Corruption at the first page and plane whose digests differ, and latch; `what` names it.  (C7.4)"""
         different = np.argwhere(expected != got)
         if not different.size:
             return
@@ -118,7 +100,7 @@ class PageFingerprints:
 
 
 def _heads(plane: Array, geometry: PlaneGeometry, page: int) -> Iterator[Array]:
-    """Give the rows (64, X) of each KV head of a page; each is contiguous in both page orders."""
+    """Yield the rows (64, X) of each KV head of a page; each is contiguous in both page orders."""
     for head in range(geometry.kv_heads):
         yield plane[page, head] if geometry.order == "page-major" else plane[head, page]
 

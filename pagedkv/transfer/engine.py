@@ -1,17 +1,17 @@
-"""TransferEngine: the ledger of transfers and the mover that executes them, in step.  (C7.4, C10.10, C12.1)
+"""TransferEngine: the ledger of transfers, and the mover that executes them.  (C7.4, C10.10, C12.1)
 
     transfer = engine.ledger.plan("d2h", "main", pages, logical, sources, destinations, host_pages=n)    # pinned
     engine.submit(transfer, host)        # False: every slot is in use; poll, and try again
-    ...                                  # decode goes on beside the copies
+    ...                                  # decode runs beside the copies
     for done in engine.poll():           # or engine.wait(transfer)
         engine.publish(done)             # now the owner may use the destination and drop the source
 
-A restore that must not block the host publishes at once: `engine.order_before(transfer, stream)` lets the next users
-wait on their stream, and `publish` accepts that.  If a copy cannot be queued, its transfer is aborted: nothing is
-published, and its pins end when the queued copies have run (S53).
+A restore that must not block the host can publish before its copies have run.  `engine.order_before(transfer, stream)`
+makes the next users wait on their stream; then `publish` accepts the transfer.  If a copy cannot be queued, the
+transfer is aborted: nothing is published, and its pins end when the queued copies have run (S53).
 
-In sanitizer mode `submit` takes fingerprints of the committed bytes of the source, and `publish` of the destination.
-Both calls then wait for the copies, and a difference stops the store (C12.4).
+In sanitizer mode `submit` computes digests of the committed bytes of the source, and `publish` of the destination.
+Both calls may then wait for the device, and a difference stops the store (C12.4).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Host = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class _SourceDigests:
-    """Digests of the first `columns` rows of each source page of a transfer, at its submission."""
+    """Digests of the first `columns` rows of each source page of a transfer, at its `submit`."""
 
     columns: npt.NDArray[np.int32]
     digests: Fingerprints
@@ -47,10 +47,10 @@ class TransferEngine:
 
     Args:
         mover: executes them.
-        fingerprints: of the same planes, in sanitizer mode: compares source and destination; None compares nothing.
+        fingerprints: of the same planes, in sanitizer mode; None compares nothing.
 
     Attributes:
-        ledger: transfers that are planned, in flight and pinned.
+        ledger: the transfers that have not ended.
         mover: executes them.
     """
 
@@ -65,17 +65,11 @@ class TransferEngine:
         self, transfer: Transfer, host: Host | None = None, *, method: Method | None = None,
         columns: npt.NDArray[np.int32] | None = None,
     ) -> bool:
-        """Queue the copies behind everything the users' stream holds now; False: no slot is free, nothing changed.
+        """Queue the copies behind the present work of the users' stream; return False if no slot is free.
 
-        Args:
-            transfer: planned.
-            host: the whole pinned extent, for "d2h" and "h2d"; nobody else uses it until the copies have run.
-            method: None takes the one with fewer operations.
-            columns: (n,) committed columns of each page, 0 to 64, for the fingerprints; None counts whole pages.
-
-        Raises:
-            MisuseError: it was submitted before, or the extent does not fit; nothing changed.
-            TransferFailed: a copy could not be queued; the transfer is aborted, or will be when it has drained.
+        host: the whole pinned extent, for "d2h" and "h2d"; nobody else uses it until the copies have run.
+        method: None chooses the one with fewer operations.
+        columns: (n,) int32, committed columns of each page, 0 to 64, for the digests; None counts whole pages.
         """
         if transfer.state != "planned":
             raise MisuseError(f"submit of {transfer.label}", expected="a transfer that is planned",
@@ -106,13 +100,13 @@ class TransferEngine:
         return completed
 
     def wait(self, transfer: Transfer) -> None:
-        """Block until the copies have run; nothing to do when they have."""
+        """Block until the copies have run."""
         if transfer.number in self._in_flight:
             self.mover.wait(self._in_flight[transfer.number][1])
             self._complete(transfer)
 
     def drain(self) -> None:
-        """Block until no copy is in flight: before the planes or the extents go away."""
+        """Block until no copy is in flight; call it before the planes or the extents are freed."""
         for transfer, _, _ in list(self._in_flight.values()):
             self.wait(transfer)
 
@@ -123,17 +117,13 @@ class TransferEngine:
         self.ledger.ordered(transfer)
 
     def publish(self, transfer: Transfer) -> None:
-        """Hand the destination to its owner; see `Transfers.publish`.
-
-        Raises:
-            Corruption: in sanitizer mode, its bytes are not those of the source; the transfer stays open (C12.4).
-        """
+        """Give the destination to its owner; in sanitizer mode, Corruption if its bytes differ from the source."""
         if transfer.number in self._source_digests:
             self._compare(transfer)
         self.ledger.publish(transfer)
 
     def abort(self, transfer: Transfer) -> bool:
-        """End it unpublished: now (True), or in the `poll` or `wait` that finds its copies done (False)."""
+        """End it unpublished: now (True), or when `poll` or `wait` notices that its copies have run (False)."""
         self._source_digests.pop(transfer.number, None)
         return self.ledger.abort(transfer)
 

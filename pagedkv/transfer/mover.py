@@ -4,18 +4,18 @@
                                                                                   │             │
     lane stream                                                              wait(before) ─ copies ─ record(done)
 
-Both fences belong to the mover: `submit` queues the copies after all present work of the users' stream, and
-`order_before` makes its next work run after the copies.  One lane copies device to host, the other everything that
-writes the device, so the two directions overlap.
+The mover makes both fences: `submit` queues the copies after all present work of the users' stream, and `order_before`
+makes its next work run after the copies.  One lane copies device to host, the other lane all copies that write the
+device, so the two directions overlap.
 
-Two methods with the same bytes.  *copies*: one copy per run and plane (and head, if head-major).  *packed*: a
-kernel gathers or scatters scattered pages through a packed staging buffer of the lane, so that many runs become
-one copy per plane.  The method with fewer operations is taken; ids reach the kernel through a pinned slot.
+Two methods copy the same bytes.  *copies*: one copy per run and plane (and head, if head-major).  *packed*: a kernel
+gathers or scatters the pages through a packed staging buffer of the lane, so that many runs become one copy per plane.
+`submit` chooses the method with fewer operations.  The kernel gets the ids through a pinned slot.
 
-A lane has a fixed number of slots.  When all are in use, `submit` returns None and queues nothing; there is no other
-back-pressure (S57).  A slot is used again only after the copies that read it have run.
+A lane has a fixed number of slots.  If all are in use, `submit` returns None and queues nothing; no other limit exists
+(S57).  A slot is used again only after the copies that read it have run.
 
-Knows planes and streams, no ledger and no pool.
+This file knows planes and streams, and no ledger and no pool.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STAGING_PAGES = 32
 
 @dataclass
 class MoverCounters:
-    """What was submitted; counters only grow.  `operations` are launches and copies, fences apart."""
+    """What was submitted; counters only grow.  Fences are not counted."""
 
     transfers: int = 0
     pages: int = 0
@@ -62,14 +62,14 @@ class MoverCounters:
 
 @dataclass(eq=False)
 class Ticket:
-    """Copies on their way: `done` is recorded behind the last of them."""
+    """The queued copies of one transfer: `done` is recorded behind the last of them."""
 
     done: Event
     has_failed: bool = False
 
 
 class _Slot:
-    """Pinned page ids and their device copy; `last` is the event behind the copies that used them last."""
+    """Pinned page ids and their device copy; `last` is recorded behind the last copies that used them."""
 
     def __init__(self, device: Device, name: str, ids_max: int) -> None:
         self.ids_host = device.pinned((ids_max,), np.int32, name=f"{name} ids host")
@@ -81,11 +81,11 @@ class _Slot:
 
 
 class _Lane:
-    """A stream with its own staging; the order of the stream alone guards the staging."""
+    """A stream with its own staging; the stream's order keeps two uses of the staging apart."""
 
     def __init__(self, device: Device, name: str, *, slots: int, ids_max: int, staging_bytes: int) -> None:
         self.stream = device.stream()
-        self.before = device.event()  # recorded anew by each transfer: a wait holds what was recorded at its call
+        self.before = device.event()  # each transfer records it again: a wait means the record before that wait
         self.staging = device.empty((staging_bytes,), np.uint8, name=f"{name} staging")
         self.slots = [_Slot(device, f"{name} slot {number}", ids_max) for number in range(slots)]
 
@@ -94,13 +94,13 @@ class PageMover:
     """Copies between the planes of a store's pools and packed host memory.
 
     Args:
-        device: where everything lies.
-        ops: for the packed method.
+        device: of the planes.
+        ops: its kernels serve the packed method.
         users: the stream of all others that read or write the planes.
         planes: per pool, every plane with its geometry, in ordinal order (C4.2).
         slots: transfers in flight per lane.
         staging_pages: pages that one chunk of the packed method holds.
-        fails: called with the number of each copy or launch, from 0 on; True makes that one fail.  For tests (S53).
+        fails: for tests (S53): called with the number of each copy or launch, from 0 on; True makes it fail.
     """
 
     def __init__(
@@ -130,24 +130,13 @@ class PageMover:
         self, direction: Literal["d2h", "h2d", "d2d"], pool: str, runs: Sequence[PageRun], *,
         host: npt.NDArray[np.uint8] | None = None, host_pages: int = 0, method: Method | None = None,
     ) -> Ticket | None:
-        """Queue the copies of one transfer after everything the users' stream holds now.
+        """Queue the copies of one transfer after the present work of the users' stream; None: every slot is in use.
 
-        Submits: 2 fences and `MoverCounters.operations` more.  Allocates nothing on the device.
+        Submits: 2 fences, the copies and the launches.  Allocates nothing on the device.  If a copy cannot be queued,
+        field `ticket` of TransferFailed waits for the queued copies (S53).
 
-        Args:
-            direction: "d2h", "h2d" or "d2d".
-            pool: whose planes.
-            runs: page ids on the device side, pages of the extent on the host side.
-            host: (bytes,) uint8, pinned, laid out as PackedPlanes of `host_pages` pages; None for "d2d".
-            host_pages: pages of the whole extent.
-            method: None takes the one with fewer operations; "packed" serves only one range of host pages.
-
-        Returns:
-            What to wait for, or None: every slot of the lane is in use; nothing was queued.
-
-        Raises:
-            MisuseError: a host array of another size, or a method that cannot serve the runs.
-            TransferFailed: a copy could not be queued; field `ticket` waits for the queued ones (S53).
+        host: (bytes,) uint8, pinned, laid out as PackedPlanes of `host_pages` pages; None for "d2d".
+        method: None chooses the one with fewer operations; "packed" needs one range of host pages.
         """
         self.require_extent(pool, direction, host, host_pages)
         lane = self._out if direction == "d2h" else self._in
@@ -192,7 +181,7 @@ class PageMover:
     def require_landed(
         self, pool: str, runs: Sequence[PageRun], host: npt.NDArray[np.uint8], host_pages: int
     ) -> None:
-        """Refuse host pages that a copy still writes; no call, and no check on a GPU (`Device.readable`).  (C7.4)"""
+        """Refuse host pages that a copy still writes; a GPU checks nothing here (`Device.readable`).  (C7.4)"""
         layout = self._layout(pool, host_pages)
         for geometry, extent in zip(layout.planes, self._packed_arrays(pool, host, host_pages), strict=True):
             for run in runs:
@@ -200,11 +189,7 @@ class PageMover:
                     self._device.readable(piece)
 
     def require_extent(self, pool: str, direction: str, host: npt.NDArray[np.uint8] | None, pages: int) -> None:
-        """Refuse a host array that is not the extent of so many pages; "d2d" has none.  (C8.1)
-
-        Raises:
-            MisuseError: no array, another dtype or shape, or too few bytes.
-        """
+        """Refuse a host array that cannot be the extent of so many pages; "d2d" has no extent.  (C8.1)"""
         if direction == "d2d":
             return
         needed = self.packed_bytes(pool, pages)
@@ -252,11 +237,12 @@ class PageMover:
             staged = _packed_views(lane.staging, chunk)
             extents = self._packed_arrays(pool, host, host_pages)
             for geometry, inside, extent in zip(chunk.planes, staged, extents, strict=True):
-                for here, there in zip(
+                for staging_piece, host_piece in zip(
                     _pieces(inside, geometry, 0, end - start),
                     _pieces(extent, geometry, host_first + start, end - start), strict=True,
                 ):
-                    self._copy(*((there, here) if direction == "d2h" else (here, there)), lane.stream)
+                    pair = (host_piece, staging_piece) if direction == "d2h" else (staging_piece, host_piece)
+                    self._copy(*pair, lane.stream)
             if direction == "h2d":
                 self._launch(len(planes))
                 self._ops.unpack_pages(planes, chunk_ids, lane.staging, stream=lane.stream)
@@ -304,7 +290,7 @@ class PageMover:
 
 
 def _packed_views(packed: Array, layout: PackedPlanes) -> list[Array]:
-    """Give every plane's part of packed bytes as an array of its geometry."""
+    """Return every plane's part of packed bytes as an array of its geometry."""
     return [
         packed[offset : offset + plane.span_bytes].view(plane.dtype).reshape(plane.shape)
         for plane, offset in zip(layout.planes, layout.offsets_bytes, strict=True)
@@ -312,7 +298,7 @@ def _packed_views(packed: Array, layout: PackedPlanes) -> list[Array]:
 
 
 def _pieces(plane: Array, geometry: PlaneGeometry, first: int, count: int) -> Iterator[Array]:
-    """Give the contiguous parts of pages [first, first + count): one, or one per head if head-major."""
+    """Yield the contiguous parts of pages [first, first + count): one, or one per head if head-major."""
     if geometry.order == "page-major":
         yield plane[first : first + count]
     else:

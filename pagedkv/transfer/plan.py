@@ -1,18 +1,17 @@
-"""Transfers: copies of whole page groups beside decode, as the ledger sees them.  (C7.4, C8.3, C10.10)
+"""Transfers: the ledger of copies of whole page groups beside decode.  (C7.4, C8.3, C10.10)
 
     planned --submitted--> submitted --completed--> complete --publish--> published
        |                         |                     |
        +--abort--> aborted       |                     +--abort--> aborted
-                                 +--publish, when ordered--> published    pins go with completion
+                                 +--publish, when ordered--> published    pins end with completion
                                  +--abort------------------> aborted      at completion
 
-From the plan on, the logical pages are pinned: they are neither released, cut nor written (C7.4).  A transfer ends
-published or aborted, and its pins end when its copies have run too.  From `publish` on, its owner may put the
-destination into a space or a table, or drop the source.  `publish` demands that the copies have run, or, for a
-destination on the device, that its next users are ordered after them; and that the content is still the planned one
-(C7.6).
+`plan` pins the logical pages: nobody releases, cuts or writes them (C7.4).  The pins end when the transfer is published
+or aborted and its copies have run.  After `publish`, the owner may put the destination into a space or a table, or drop
+the source.  `publish` requires that the copies have run or, if the destination is on the device, that its next users
+are ordered after the copies.  It also requires that the content has not changed since the plan (C7.6).
 
-Runs of adjacent ids are coalesced here.  `mover.py` knows the planes and executes a run; this file knows no device.
+This file coalesces runs of adjacent ids, and knows no device.  `mover.py` knows the planes and executes the runs.
 """
 
 from __future__ import annotations
@@ -44,20 +43,21 @@ class PageRun:
 
 @dataclass(eq=False)
 class Transfer:
-    """One movement of page groups of one pool; made by `Transfers.plan`.
+    """One copy of page groups of one pool; made by `Transfers.plan`, and written by `Transfers` alone.
 
     Attributes:
         number: in the order of plans.
         direction: "d2h", "h2d" or "d2d".
         pool: its name.
-        pages, logical: the descriptors, and which of them it moves; pinned while the copies run.
-        runs: what to copy; the host side counts pages of its extent.
+        pages: the descriptors of the pool.
+        logical: (n,) int32, the descriptors whose pages are copied; pinned while the copies run.
+        runs: the copies; on the host side, ids are pages of the extent.
         host_pages: pages of the whole host extent; 0 for "d2d".
-        contents: content epochs of the pages when it was planned (C7.6).
-        state: written by `Transfers` alone, as are the flags.
-        has_run: the copies are done, or never began.
+        contents: (n,) int64, content epochs of the pages when it was planned (C7.6).
+        state: as drawn above.
+        has_run: the copies have run, or were never submitted.
         is_ordered: the destination's next users wait for the copies on their stream.
-        is_aborting: it ends in "aborted" when its copies have run.
+        is_aborting: it becomes "aborted" when its copies have run.
     """
 
     number: int
@@ -75,7 +75,7 @@ class Transfer:
 
     @property
     def page_count(self) -> int:
-        """Pages it moves."""
+        """How many pages it copies."""
         return self.logical.size
 
     @property
@@ -86,7 +86,7 @@ class Transfer:
 
 @dataclass
 class TransferCounters:
-    """What was asked for and what became of it; counters only grow."""
+    """Transfers by outcome, and the pages and runs of their plans; counters only grow."""
 
     planned: int = 0
     published: int = 0
@@ -106,18 +106,11 @@ class Transfers:
         self, direction: Direction, pool: str, pages: LogicalPages, logical: Ids, sources: Ids, destinations: Ids, *,
         host_pages: int = 0,
     ) -> Transfer:
-        """Pin the logical pages whose bytes a copy moves, and coalesce it.  (C7.4, C8.3)
+        """Pin the logical pages, and coalesce the copies of their page groups into runs.  (C7.4, C8.3)
 
-        Args:
-            direction: which of the two sides are page groups of `pool`; a host side names pages of a packed extent
-                (`PackedPlanes`), in logical order.
-            logical: (n,) int32, descriptors of the pages that a space holds.
-            sources, destinations: (n,) int32, paired with them; destinations are distinct, and for "d2d" no source.
-                The caller holds the destinations, as claims of its own.
-            host_pages: pages of the whole extent on the host; 0 for "d2d".
-
-        Raises:
-            MisuseError: no page, ids that are not distinct, or outside the extent; nothing changed.
+        logical: (n,) int32, descriptors of pages that a space holds.  sources, destinations: (n,) int32, one pair for
+        each descriptor: page groups of `pool` on the device, pages of a packed extent of `host_pages` pages on the
+        host.  The caller has claimed the destinations.
         """
         runs = page_runs(sources, destinations)
         self._require_distinct(direction, sources, destinations)
@@ -136,7 +129,7 @@ class Transfers:
         return transfer
 
     def submitted(self, transfer: Transfer) -> None:
-        """Note that the copies are on their way."""
+        """Note that the copies were submitted."""
         self._require_state(transfer, "submit", "planned")
         transfer.state = "submitted"
 
@@ -146,10 +139,7 @@ class Transfers:
         transfer.is_ordered = True
 
     def completed(self, transfer: Transfer) -> None:
-        """Note that the copies have run; an abort takes effect, and a published transfer lets its pins go.
-
-        A second report of the same completion is ignored (S26).
-        """
+        """Note that the copies have run: finish a pending abort, or unpin if published; a repeat is ignored (S26)."""
         if transfer.has_run:
             return
         self._require_state(transfer, "completion", "submitted", "published")
@@ -162,15 +152,7 @@ class Transfers:
             transfer.state = "complete"
 
     def publish(self, transfer: Transfer) -> None:
-        """Let the owner use the destination, and drop the source if it likes.  (C7.4, C16.9)
-
-        Args:
-            transfer: complete, or ordered before its users when the destination is on the device.
-
-        Raises:
-            MisuseError: the copies have not run, and nobody waits for them on a stream.
-            StaleHandle: the content changed since the plan; the transfer stays open, to be aborted.
-        """
+        """Let the owner use the destination or drop the source; refuse content that changed since the plan.  (C16.9)"""
         may_be_ordered = transfer.direction != "d2h" and transfer.is_ordered and not transfer.is_aborting
         self._require_state(transfer, "publish", *(("complete", "submitted") if may_be_ordered else ("complete",)))
         if not np.array_equal(transfer.pages.content[transfer.logical], transfer.contents):
@@ -220,12 +202,12 @@ class Transfers:
 
 
 def page_runs(sources: Ids, destinations: Ids) -> tuple[PageRun, ...]:
-    """Coalesce (source, destination) pairs, in the order given, into runs.  Python work per run, not per page.  (C8.3)
+    """Coalesce (source, destination) pairs, in their order, into runs.  Python work per run, not per page.  (C8.3)
 
         sources       [ 7 8 9 | 3 | 12 13 ]
         destinations  [ 0 1 2 | 3 |  4  5 ]        ->  (7, 0, 3)  (3, 3, 1)  (12, 4, 2)
 
-    A run goes on while both sides advance by one, so that a plane stores it in one piece on both sides.
+    A run extends while both sides advance by one, so that a plane stores it in one piece on both sides.
     """
     assert sources.shape == destinations.shape, f"{sources.shape} sources, {destinations.shape} destinations"
     if not sources.size:
