@@ -73,11 +73,8 @@ def makes_an_instance(target: Any) -> None:
 
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize(("fn", "arguments", "expected"), [
-    (plain, (), [6.0] * 4),
-    (with_defaults, (3.0,), [3.0] * 4),
-    (with_a_local_function, (), [3.0] * 4),
-    (recursive, (), [3.0] * 4),
-    (with_scalars, (7, True, np.float32(2.5), -1.0), [7.0, 1.0, 2.5, -1.0]),
+    (plain, (), [6.0] * 4), (with_defaults, (3.0,), [3.0] * 4), (with_a_local_function, (), [3.0] * 4),
+    (recursive, (), [3.0] * 4), (with_scalars, (7, True, np.float32(2.5), -1.0), [7.0, 1.0, 2.5, -1.0]),
     (makes_an_instance, (), [3.0] * 4),
 ])
 def test_plain_functions_run(

@@ -36,13 +36,9 @@ def test_copies_that_do_not_fit_are_refused(device: BaseDevice) -> None:
     frozen = device.pinned(8, np.int32)
     frozen.flags.writeable = False
     wrong: list[tuple[Any, Any]] = [
-        (target, np.ones(7, np.int32)),
-        (target, np.ones(8, np.uint32)),
-        (target, np.ones((4, 4), np.int32)[:, ::2]),
-        (target[::2], np.ones(4, np.int32)),
-        (np.zeros(8, np.int32), np.ones(8, np.int32)),
-        (frozen, np.ones(8, np.int32)),
-        (target, [1] * 8),
+        (target, np.ones(7, np.int32)), (target, np.ones(8, np.uint32)), (target, np.ones((4, 4), np.int32)[:, ::2]),
+        (target[::2], np.ones(4, np.int32)), (np.zeros(8, np.int32), np.ones(8, np.int32)),
+        (frozen, np.ones(8, np.int32)), (target, [1] * 8),
     ]
     for destination, source in wrong:
         with pytest.raises(MisuseError, match="copy was refused"):

@@ -81,11 +81,10 @@ def test_all_captured_graphs_take_the_planned_bytes() -> None:
     device.close()
 
 
-@pytest.mark.parametrize(
-    ("route", "batch", "width", "option"),
-    [("decode", 1, 2, "decode_columns_max"), ("decode", 4, 1, "max_concurrency"),
-     ("prefill", 1, 65, "prefill_columns_max")],
-)  # fmt: skip
+@pytest.mark.parametrize(("route", "batch", "width", "option"), [
+    ("decode", 1, 2, "decode_columns_max"), ("decode", 4, 1, "max_concurrency"),
+    ("prefill", 1, 65, "prefill_columns_max")
+])  # fmt: skip
 def test_a_unit_wider_than_planned_is_refused(route: pk.Route, batch: int, width: int, option: str) -> None:
     """Nothing is allocated beyond the plan; the message names the option.  (C5.4)"""
     with pk.open_store(config_of(pk.ExplicitCapacity(1920)), device="cpu") as store:

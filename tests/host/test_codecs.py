@@ -159,13 +159,9 @@ EDGES: dict[str, tuple[Side, list[float], list[int], list[int]]] = {
     },
 }  # fmt: skip
 COUNTED = {
-    "near 2^-20, int8": CodecCounts(zero_groups=1),
-    "fp8 top": CodecCounts(),
-    "fp8 beyond": CodecCounts(saturated=1),
-    "int8 to infinity": CodecCounts(nonfinite=1),
-    "int8 below infinity": CodecCounts(),
-    "fp4 scale of 2688.0": CodecCounts(zero_groups=3),
-    "fp4 scale of 3072.0": CodecCounts(saturated=1, zero_groups=3),
+    "near 2^-20, int8": CodecCounts(zero_groups=1), "fp8 top": CodecCounts(), "fp8 beyond": CodecCounts(saturated=1),
+    "int8 to infinity": CodecCounts(nonfinite=1), "int8 below infinity": CodecCounts(),
+    "fp4 scale of 2688.0": CodecCounts(zero_groups=3), "fp4 scale of 3072.0": CodecCounts(saturated=1, zero_groups=3),
 }
 
 
@@ -230,10 +226,8 @@ def test_products_decide_where_the_quotient_is_a_tie(scale_bits: int) -> None:
 
 
 @pytest.mark.parametrize(("side", "divisor", "largest"), [
-    (INT8, 127, float.fromhex("0x1.fc3f82p+6")),
-    (INT8, 127, float.fromhex("0x1.fd3d82p+11")),
-    (FP8, 448, float.fromhex("0x1.2aecp+9")),
-    (FP8, 448, float.fromhex("0x1.c187fep+8")),
+    (INT8, 127, float.fromhex("0x1.fc3f82p+6")), (INT8, 127, float.fromhex("0x1.fd3d82p+11")),
+    (FP8, 448, float.fromhex("0x1.2aecp+9")), (FP8, 448, float.fromhex("0x1.c187fep+8")),
     (FP4, 6, float.fromhex("0x1.c7fffep-3")),
 ])
 def test_scale_is_a_true_division(side: Side, divisor: int, largest: float) -> None:

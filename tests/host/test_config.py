@@ -23,11 +23,9 @@ from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, make_config
 from tests.host.refusals import refused
 
 
-@pytest.mark.parametrize(
-    ("max_context", "max_concurrency", "blocks", "pages_min", "pages_max"),
-    [(256, 3, 4, 4, 12), (64, 1, 1, 1, 1), (65, 1, 2, 2, 2), (128, 8, 2, 8, 16), (1, 4, 1, 4, 4),
-     (1000, 2, 16, 16, 32)],
-)
+@pytest.mark.parametrize(("max_context", "max_concurrency", "blocks", "pages_min", "pages_max"), [
+    (256, 3, 4, 4, 12), (64, 1, 1, 1, 1), (65, 1, 2, 2, 2), (128, 8, 2, 8, 16), (1, 4, 1, 4, 4), (1000, 2, 16, 16, 32)
+])
 def test_capacity_limits_follow_context_and_concurrency(
     max_context: int, max_concurrency: int, blocks: int, pages_min: int, pages_max: int
 ) -> None:
@@ -51,15 +49,12 @@ def test_page_rounding_does_not_raise_the_ceiling_of_a_sequence() -> None:
     assert (config.main_pages, config.max_context, config.blocks) == (2, 100, 2)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "max_context", "max_concurrency", "reason"),
-    [
-        *((tokens, 256, 3, "at least max_context = 256 tokens") for tokens in (1, 192, 255)),  # K_main >= S (S80)
-        *((tokens, 256, 3, "4 to 12 pages") for tokens in (769, 832, 1 << 36)),  # M <= C * L
-        (448, 128, 8, "8 to 16 pages"),  # M >= C even when L is smaller
-        (257, 256, 1, "4 to 4 pages"),  # C = 1: M_min = M_max = L
-    ],
-)
+@pytest.mark.parametrize(("tokens", "max_context", "max_concurrency", "reason"), [
+    *((tokens, 256, 3, "at least max_context = 256 tokens") for tokens in (1, 192, 255)),  # K_main >= S (S80)
+    *((tokens, 256, 3, "4 to 12 pages") for tokens in (769, 832, 1 << 36)),  # M <= C * L
+    (448, 128, 8, "8 to 16 pages"),  # M >= C even when L is smaller
+    (257, 256, 1, "4 to 4 pages"),  # C = 1: M_min = M_max = L
+])
 def test_capacity_outside_its_limits_is_refused(
     tokens: int, max_context: int, max_concurrency: int, reason: str
 ) -> None:

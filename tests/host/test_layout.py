@@ -37,10 +37,8 @@ def test_every_byte_has_one_owner(profile: str, backend: Backend | None) -> None
 
     page_bytes = {f"pool {pool.name}": pool.pages * pool.page_bytes for pool in config.pools}
     others = {
-        "block tables": len(config.pools) * 2 * 4 * 4,
-        "control buffers": (1024 + 3) * 4 + (1024 + 1) * 4,
-        "graph allowance": 2 * 12 * 2**20,
-        "alignment": 255 * len(layout.slabs),
+        "block tables": len(config.pools) * 2 * 4 * 4, "control buffers": (1024 + 3) * 4 + (1024 + 1) * 4,
+        "graph allowance": 2 * 12 * 2**20, "alignment": 255 * len(layout.slabs),
     }
     assert layout.bytes_by_owner() == page_bytes | others
     assert layout.charged_bytes == sum(page_bytes.values()) + sum(others.values())
@@ -75,11 +73,10 @@ def test_sizes_pass_32_bits_without_wrapping() -> None:
     assert dataclasses.replace(slab, shape=(0, 8, 64, 8)).span_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("max_concurrency", "backend", "ingress", "egress"),
-    [(2, None, 1027, 1025), (300, None, 1200, 1025), (300, MTPBackend(5), 2700, 2100),
-     (300, DraftFullBackend(DRAFT_GEOMETRY), 5700, 5100)],
-)  # fmt: skip
+@pytest.mark.parametrize(("max_concurrency", "backend", "ingress", "egress"), [
+    (2, None, 1027, 1025), (300, None, 1200, 1025), (300, MTPBackend(5), 2700, 2100),
+    (300, DraftFullBackend(DRAFT_GEOMETRY), 5700, 5100)
+])  # fmt: skip
 def test_control_buffers_hold_the_widest_unit(
     max_concurrency: int, backend: Backend | None, ingress: int, egress: int
 ) -> None:
@@ -92,14 +89,11 @@ def test_control_buffers_hold_the_widest_unit(
     assert control_words(batch=4, width=2) == (20, 12)
 
 
-@pytest.mark.parametrize(
-    ("max_context", "decode_columns", "draft", "workspace"),
-    [
-        (512, 2, KVGeometry(1, 4, 4, 64), 0),  # one key group
-        (513, 2, KVGeometry(1, 4, 4, 64), 3 * 2 * 8 * 2 * 130 * 4),  # Main's decode needs most
-        (1024, None, KVGeometry(1, 16, 8, 128), 3 * 16 * 16 * 2 * 130 * 4),  # a draft block of 16 columns needs most
-    ],
-)
+@pytest.mark.parametrize(("max_context", "decode_columns", "draft", "workspace"), [
+    (512, 2, KVGeometry(1, 4, 4, 64), 0),  # one key group
+    (513, 2, KVGeometry(1, 4, 4, 64), 3 * 2 * 8 * 2 * 130 * 4),  # Main's decode needs most
+    (1024, None, KVGeometry(1, 16, 8, 128), 3 * 16 * 16 * 2 * 130 * 4),  # a draft block of 16 columns needs most
+])
 def test_the_workspace_is_that_of_the_widest_unit_of_any_pool(
     max_context: int, decode_columns: int | None, draft: KVGeometry, workspace: int
 ) -> None:

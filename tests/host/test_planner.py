@@ -88,15 +88,12 @@ class Vector(NamedTuple):
 
 
 # ---- the line -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("asked", "pages", "tokens", "reserved_bytes", "slack"),
-    [
-        (Vector(1360, 50, 2, 6), 4, 256, 1256, 104),  # automatic
-        (Vector(10_000, 50, 2, 6), 6, 384, 1512, 8488),  # clamped to M_max
-        (Vector(1200, 0, 3, 3), 3, 192, 1128, 72),  # explicit, 129 tokens
-        (Vector(1050, 50, 2, 6), 2, 128, 1000, 50),  # just M_min
-    ],
-)
+@pytest.mark.parametrize(("asked", "pages", "tokens", "reserved_bytes", "slack"), [
+    (Vector(1360, 50, 2, 6), 4, 256, 1256, 104),  # automatic
+    (Vector(10_000, 50, 2, 6), 6, 384, 1512, 8488),  # clamped to M_max
+    (Vector(1200, 0, 3, 3), 3, 192, 1128, 72),  # explicit, 129 tokens
+    (Vector(1050, 50, 2, 6), 2, 128, 1000, 50),  # just M_min
+])
 def test_pages_are_what_free_memory_above_headroom_holds(
     asked: Vector, pages: int, tokens: int, reserved_bytes: int, slack: int
 ) -> None:
@@ -193,15 +190,11 @@ def test_a_plan_accounts_for_every_byte(backend: Backend | None) -> None:
     assert (planned.is_clamped, planned.bytes_max) == (True, curve.bytes_at(64))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"state_bytes_fixed": 4096}, {"state_bytes_per_lane": 4096}, {"graph_allowance_bytes": 1 << 30},
-        {"sanitizer": True}, {"decode_columns_max": 16}, {"prefill_columns_max": 4096}, {"max_context": 1088},
-        {"backend": pk.MTPBackend(2)},
-    ],
-    ids=lambda other: next(iter(other)),
-)  # fmt: skip
+@pytest.mark.parametrize("other", [
+    {"state_bytes_fixed": 4096}, {"state_bytes_per_lane": 4096}, {"graph_allowance_bytes": 1 << 30},
+    {"sanitizer": True}, {"decode_columns_max": 16}, {"prefill_columns_max": 4096}, {"max_context": 1088},
+    {"backend": pk.MTPBackend(2)},
+], ids=lambda other: next(iter(other)))
 def test_every_owner_takes_from_the_pages(other: dict[str, Any]) -> None:
     """The complete reservation decides: whatever else is reserved raises B_min.  (C5.3)"""
     plain = auto_config(max_context=1024)

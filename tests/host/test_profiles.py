@@ -27,11 +27,10 @@ def test_the_set_is_closed() -> None:
     assert [profile.name for profile in PROFILES.values()] == list(NAMES)
 
 
-@pytest.mark.parametrize(
-    ("name", "key_bytes", "value_bytes", "bytes_at_64", "bytes_at_128"),
-    [("bf16", 512, 512, 256, 512), ("int8-g64", 264, 264, 132, 264), ("fp8-e4m3-row", 258, 258, 132, 260),
-     ("nvfp4-g16", 144, 144, 72, 144), ("k8v4", 258, 144, 102, 202)],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "key_bytes", "value_bytes", "bytes_at_64", "bytes_at_128"), [
+    ("bf16", 512, 512, 256, 512), ("int8-g64", 264, 264, 132, 264), ("fp8-e4m3-row", 258, 258, 132, 260),
+    ("nvfp4-g16", 144, 144, 72, 144), ("k8v4", 258, 144, 102, 202)
+])  # fmt: skip
 def test_bytes_of_a_token_and_head_are_those_of_the_table(
     name: str, key_bytes: int, value_bytes: int, bytes_at_64: int, bytes_at_128: int
 ) -> None:
@@ -79,11 +78,10 @@ def test_the_last_dim_of_a_row_has_its_own_code_and_scale(name: str, head_dim: i
             assert planes[f"{side}_scale"].extent - 1 == expected  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("alias", "name"),
-    [("BF16", "bf16"), ("INT8-G64", "int8-g64"), ("FP8-E4M3FN-row256", "fp8-e4m3-row"), ("NVFP4-G16", "nvfp4-g16"),
-     ("K8V4", "k8v4"), ("nvfp4-G16", "nvfp4-g16")],
-)  # fmt: skip
+@pytest.mark.parametrize(("alias", "name"), [
+    ("BF16", "bf16"), ("INT8-G64", "int8-g64"), ("FP8-E4M3FN-row256", "fp8-e4m3-row"), ("NVFP4-G16", "nvfp4-g16"),
+    ("K8V4", "k8v4"), ("nvfp4-G16", "nvfp4-g16")
+])  # fmt: skip
 def test_aliases_name_the_same_profile(alias: str, name: str) -> None:
     """Aliases are accepted on input, in any letter case.  (C0)"""
     assert resolve_profile(alias) is PROFILES[name]

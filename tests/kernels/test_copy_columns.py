@@ -142,17 +142,14 @@ def test_columns_behind_4_gib_are_copied(device: Device, order: PageOrder) -> No
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("numbers", "name"),
-    [
-        ((-1, 1, 5), "source page"), ((PAGES, 1, 5), "source page"), ((1.0, 2, 5), "source page"),
-        ((0, -1, 5), "destination page"), ((0, PAGES, 5), "destination page"), ((0, True, 5), "destination page"),
-        ((0, "1", 5), "destination page"), ((2, 2, 5), "another page than source 2"),
-        ((0, 1, 0), "number of copied columns"), ((0, 1, 65), "number of copied columns"),
-        ((0, 1, -3), "number of copied columns"), ((0, 1, np.float32(5)), "number of copied columns"),
-        ((0, 1, None), "number of copied columns"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("numbers", "name"), [
+    ((-1, 1, 5), "source page"), ((PAGES, 1, 5), "source page"), ((1.0, 2, 5), "source page"),
+    ((0, -1, 5), "destination page"), ((0, PAGES, 5), "destination page"), ((0, True, 5), "destination page"),
+    ((0, "1", 5), "destination page"), ((2, 2, 5), "another page than source 2"),
+    ((0, 1, 0), "number of copied columns"), ((0, 1, 65), "number of copied columns"),
+    ((0, 1, -3), "number of copied columns"), ((0, 1, np.float32(5)), "number of copied columns"),
+    ((0, 1, None), "number of copied columns"),
+])  # fmt: skip
 def test_numbers_that_name_no_columns_are_refused(
     device: Device, rng: Rng, numbers: tuple[Any, Any, Any], name: str
 ) -> None:

@@ -91,12 +91,9 @@ def test_a_product_that_does_not_fit_is_refused() -> None:
         unit, linear = StreamUnit(device), KernelLinear(device)
         good = [device.zeros(shape, np.float32) for shape in ((4, 32), (8, 32), (4, 8))]
         for place, wrong in (
-            (0, device.zeros((4, 31), np.float32)),
-            (1, device.zeros((32, 8), np.float32)),
-            (2, device.zeros((8, 4), np.float32)),
-            (0, device.zeros((4, 32), np.float64)),
-            (0, device.zeros((4, 64), np.float32)[:, ::2]),
-            (1, device.zeros((0, 32), np.float32)),
+            (0, device.zeros((4, 31), np.float32)), (1, device.zeros((32, 8), np.float32)),
+            (2, device.zeros((8, 4), np.float32)), (0, device.zeros((4, 32), np.float64)),
+            (0, device.zeros((4, 64), np.float32)[:, ::2]), (1, device.zeros((0, 32), np.float32)),
         ):
             arguments = [*good[:place], wrong, *good[place + 1 :]]
             with pytest.raises(pk.MisuseError, match="product of the model"):

@@ -21,14 +21,9 @@ def write_tiny_gguf(path: Path, *, architecture: str = "llama") -> dict[str, np.
     generator = np.random.default_rng(2)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {
-        "block_count": TINY.layers,
-        "embedding_length": TINY.hidden,
-        "feed_forward_length": TINY.intermediate,
-        "attention.head_count": TINY.query_heads,
-        "attention.head_count_kv": TINY.kv_heads,
-        "rope.dimension_count": TINY.head_dim,
-        "vocab_size": TINY.vocabulary,
-        "context_length": TINY.context_tokens,
+        "block_count": TINY.layers, "embedding_length": TINY.hidden, "feed_forward_length": TINY.intermediate,
+        "attention.head_count": TINY.query_heads, "attention.head_count_kv": TINY.kv_heads,
+        "rope.dimension_count": TINY.head_dim, "vocab_size": TINY.vocabulary, "context_length": TINY.context_tokens,
     }.items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.rope.freq_base", TINY.rope_base)

@@ -123,17 +123,14 @@ def passage(weights: LlamaWeights, tokenizer: Tokenizer) -> tuple[list[int], npt
     return ids, teacher_forced(weights, ids)
 
 
-@pytest.mark.parametrize(
-    ("profile", "divergence_max", "margin_min"),
-    [
-        # The reference knows BF16 only: what follows bounds what a codec does to the text. Measured: 7.5e-4, 3.1e-3,
-        # 9.2e-3 and 4.7e-2, and the widest margin at which a choice changed 0.09, 0.05, 0.09 and 0.34.
-        ("int8-g64", 3e-3, 0.3),
-        ("fp8-e4m3-row", 1e-2, 0.3),
-        ("k8v4", 3e-2, 0.5),
-        ("nvfp4-g16", 1.5e-1, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("profile", "divergence_max", "margin_min"), [
+    # The reference knows BF16 only: what follows bounds what a codec does to the text. Measured: 7.5e-4, 3.1e-3,
+    # 9.2e-3 and 4.7e-2, and the widest margin at which a choice changed 0.09, 0.05, 0.09 and 0.34.
+    ("int8-g64", 3e-3, 0.3),
+    ("fp8-e4m3-row", 1e-2, 0.3),
+    ("k8v4", 3e-2, 0.5),
+    ("nvfp4-g16", 1.5e-1, 1.0),
+])
 def test_teacher_forcing_through_pages_stays_near_the_reference(
     model: LlamaModel, opened_device: pk.Device, passage: tuple[list[int], npt.NDArray[np.float32]], profile: str,
     divergence_max: float, margin_min: float,

@@ -22,14 +22,11 @@ def test_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert text == tokenizer.decode(tokenizer.encode(text))
 
 
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
-        ("The capital of France is", [504, 3575, 282, 4649, 314]),
-        ("Hello 12345", [19556, 216, 33, 34, 35, 36, 37]),  # digits stand alone, the space before them too
-        ("don't", [12420, 982]),
-    ],
-)
+@pytest.mark.parametrize(("text", "ids"), [
+    ("The capital of France is", [504, 3575, 282, 4649, 314]),
+    ("Hello 12345", [19556, 216, 33, 34, 35, 36, 37]),  # digits stand alone, the space before them too
+    ("don't", [12420, 982]),
+])
 def test_ids_are_the_models_own(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
     assert ids == tokenizer.encode(text)
 

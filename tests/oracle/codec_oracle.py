@@ -264,10 +264,8 @@ _FP4 = _Format(16, _fp4_group, 1, 0x7F)
 
 # profile -> (K format, K rotated, V format, V rotated), the two tables of codecs 1 and C4.
 _PROFILES: dict[str, tuple[_Format, bool, _Format, bool]] = {
-    "int8-g64": (_INT8, False, _INT8, False),
-    "fp8-e4m3-row": (_FP8, True, _FP8, False),
-    "nvfp4-g16": (_FP4, True, _FP4, True),
-    "k8v4": (_FP8, True, _FP4, True),
+    "int8-g64": (_INT8, False, _INT8, False), "fp8-e4m3-row": (_FP8, True, _FP8, False),
+    "nvfp4-g16": (_FP4, True, _FP4, True), "k8v4": (_FP8, True, _FP4, True),
 }
 
 

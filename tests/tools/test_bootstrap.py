@@ -220,11 +220,8 @@ def test_the_cuda_extra_is_installed_where_a_gpu_is_found(
 
 
 @pytest.mark.parametrize(("extras", "cuda", "found"), [
-    ({"cpu"}, 0, {"cpu"}),
-    ({"cpu", "cuda12"}, 0, {"cpu", "cuda12"}),
-    ({"cpu", "cuda12"}, 13, {"cpu", "cuda12"}),
-    ({"cpu", "dev"}, 13, {"cpu", "dev", "cuda13"}),
-    ({"cpu", "dev"}, 0, {"cpu", "dev"}),
+    ({"cpu"}, 0, {"cpu"}), ({"cpu", "cuda12"}, 0, {"cpu", "cuda12"}), ({"cpu", "cuda12"}, 13, {"cpu", "cuda12"}),
+    ({"cpu", "dev"}, 13, {"cpu", "dev", "cuda13"}), ({"cpu", "dev"}, 0, {"cpu", "dev"}),
 ])
 def test_one_build_of_cupy_is_installed(extras: set[str], cuda: int, found: set[str]) -> None:
     """A newer driver runs the older build, so the first one stays."""

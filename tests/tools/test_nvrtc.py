@@ -60,16 +60,13 @@ def test_an_assembler_log_is_read_kernel_by_kernel() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("arch", "registers", "threads", "shared_bytes", "expected"),
-    [
-        ("sm_90", 255, 128, 0, 2 * 128 / 2048),  # 8192 registers a warp: 8 warps, 2 blocks
-        ("sm_90", 32, 128, 0, 1.0),
-        ("sm_90", 32, 32, 0, 32 * 32 / 2048),  # the number of blocks is the limit
-        ("sm_80", 40, 128, 48 * 1024, 3 * 128 / 2048),  # 49 KiB with the reserve: 3 blocks in 164 KiB
-        ("sm_89", 128, 256, 0, 2 * 256 / 1536),
-    ],
-)
+@pytest.mark.parametrize(("arch", "registers", "threads", "shared_bytes", "expected"), [
+    ("sm_90", 255, 128, 0, 2 * 128 / 2048),  # 8192 registers a warp: 8 warps, 2 blocks
+    ("sm_90", 32, 128, 0, 1.0),
+    ("sm_90", 32, 32, 0, 32 * 32 / 2048),  # the number of blocks is the limit
+    ("sm_80", 40, 128, 48 * 1024, 3 * 128 / 2048),  # 49 KiB with the reserve: 3 blocks in 164 KiB
+    ("sm_89", 128, 256, 0, 2 * 256 / 1536),
+])
 def test_occupancy_is_limited_by_the_scarcest_resource(
     arch: str, registers: int, threads: int, shared_bytes: int, expected: float
 ) -> None:

@@ -106,28 +106,24 @@ def test_less_than_the_least_acceptable_is_a_finding() -> None:
     assert "a plan of 64 Main pages, at least 63, was refused" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--free-bytes", "1GiB"),
-        ("--layers", "2", "--free-bytes", "1GiB"),
-        ("--model", "smollm2", "--layers", "2", "--free-bytes", "1GiB"),
-        (*TINY, "--free-bytes", "much"),
-        (*TINY, "--free-bytes", "1GiB", "--capacity", "all"),
-        (*TINY, "--free-bytes", "1GiB", "--capacity", "1023"),
-        (*TINY, "--free-bytes", "1GiB", "--capacity", "2048", "--headroom", "1"),
-        (*TINY, "--free-bytes", "1GiB", "--capacity", "2048", "--min-tokens", "1"),
-        (*TINY, "--free-bytes", "1GiB", "--backend", "mtp"),
-        (*TINY, "--free-bytes", "1GiB", "--backend", "mtp:16"),
-        (*TINY, "--free-bytes", "1GiB", "--backend", "draft:2x8x4"),
-        (*TINY, "--free-bytes", "1GiB", "--profile", "fp16"),
-        (*TINY, "--free-bytes", "9" * 5000),
-        (*TINY, "--free-bytes", "1GiB", "--capacity", "9" * 5000),
-        (*TINY, "--free-bytes", "1GiB", "--backend", f"mtp:{'9' * 5000}"),
-        (*TINY, "--free-bytes", "1GiB", "--backend", f"draft:1x1x1x{'9' * 5000}"),
-    ],
-    ids=lambda arguments: " ".join(arguments[-2:])[:40],
-)
+@pytest.mark.parametrize("arguments", [
+    ("--free-bytes", "1GiB"),
+    ("--layers", "2", "--free-bytes", "1GiB"),
+    ("--model", "smollm2", "--layers", "2", "--free-bytes", "1GiB"),
+    (*TINY, "--free-bytes", "much"),
+    (*TINY, "--free-bytes", "1GiB", "--capacity", "all"),
+    (*TINY, "--free-bytes", "1GiB", "--capacity", "1023"),
+    (*TINY, "--free-bytes", "1GiB", "--capacity", "2048", "--headroom", "1"),
+    (*TINY, "--free-bytes", "1GiB", "--capacity", "2048", "--min-tokens", "1"),
+    (*TINY, "--free-bytes", "1GiB", "--backend", "mtp"),
+    (*TINY, "--free-bytes", "1GiB", "--backend", "mtp:16"),
+    (*TINY, "--free-bytes", "1GiB", "--backend", "draft:2x8x4"),
+    (*TINY, "--free-bytes", "1GiB", "--profile", "fp16"),
+    (*TINY, "--free-bytes", "9" * 5000),
+    (*TINY, "--free-bytes", "1GiB", "--capacity", "9" * 5000),
+    (*TINY, "--free-bytes", "1GiB", "--backend", f"mtp:{'9' * 5000}"),
+    (*TINY, "--free-bytes", "1GiB", "--backend", f"draft:1x1x1x{'9' * 5000}"),
+], ids=lambda arguments: " ".join(arguments[-2:])[:40])
 def test_arguments_that_make_no_plan_are_usage(arguments: tuple[str, ...]) -> None:
     """Exit code 2, a message on stderr, nothing on stdout.  (C5.2)"""
     result = invoke(*arguments)
@@ -145,11 +141,10 @@ def test_this_machine_is_asked_when_no_memory_is_named() -> None:
     assert 0 < report["free_bytes"] <= report["total_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("0", 0), ("1073741824", 1 << 30), ("1GiB", 1 << 30), ("1.5 gib", 3 << 29), ("800MB", 800_000_000),
-     ("2kB", 2000), ("3KiB", 3072), ("1TiB", 1 << 40), ("0.3KiB", 307), ("7b", 7)],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "count"), [
+    ("0", 0), ("1073741824", 1 << 30), ("1GiB", 1 << 30), ("1.5 gib", 3 << 29), ("800MB", 800_000_000), ("2kB", 2000),
+    ("3KiB", 3072), ("1TiB", 1 << 40), ("0.3KiB", 307), ("7b", 7)
+])  # fmt: skip
 def test_counts_of_bytes_are_read_exactly(text: str, count: int) -> None:
     """Binary and decimal units; no floating point in between."""
     assert byte_count(text) == count
