@@ -47,16 +47,12 @@ def test_a_section_contains_its_clauses() -> None:
             assert found.text in known[name.partition(".")[0]].text, name
 
 
-@pytest.mark.parametrize("name", ["C12.2", "c12.2", "(C12.2)", " C12.2 "])
-def test_a_clause_is_found_however_it_is_written(name: str) -> None:
-    """Case, parentheses and blanks are the reader's."""
-    assert clause(name).startswith("- C12.2 ")
-
-
-@pytest.mark.parametrize("name", ["codecs 3", "codecs.md 3", "Codecs 3"])
-def test_a_codec_section_is_found_however_it_is_written(name: str) -> None:
-    """The file's name may be spelled out."""
-    assert clause(name).startswith("## 3 ")
+@pytest.mark.parametrize(("names", "start"), [
+    (("C12.2", "c12.2", "(C12.2)", " C12.2 "), "- C12.2 "), (("codecs 3", "codecs.md 3", "Codecs 3"), "## 3 "),
+])
+def test_a_clause_is_found_however_it_is_written(names: tuple[str, ...], start: str) -> None:
+    """Case, parentheses, blanks and the file's full name are the reader's."""
+    assert [name for name in names if not clause(name).startswith(start)] == []
 
 
 @pytest.mark.parametrize(
@@ -81,20 +77,13 @@ def test_a_text_with_a_clause_in_the_wrong_section_is_refused() -> None:
 def test_numbers_that_decide_bytes_are_in_the_clauses() -> None:
     """A rewrite of a clause must not lose its numbers."""
     for name, numbers in {
-        "C2": ("P = 64",),
-        "C3.7": ("base + x*nb0 + o*nb1 + h*nb2 + g*nb3",),
-        "C3.8": ("base + x*nb0 + o*nb1 + g*nb2 + h*nb3",),
-        "C3.9": ("p >> 6", "p & 63", "table[row, b]"),
-        "C3.10": ("256", "16", "2^31"),
-        "C4": ("1024", "528", "516", "288", "402"),
-        "C5.3": ("M = min(M_max, M_min + floor((F - R - B_min) / B_step))",),
-        "C5.4": ("255",),
-        "C5.6": ("M + C * ceil((K-1)/P)",),
-        "C6.2": ("allocated + reserved + available == capacity",),
-        "C9.2": ("4096", "pages(W_max + forced_span_tokens) + 1"),
-        "C9.6": ("ceil(max(committed, provisional) / P)",),
-        "C10.5": ("1000", "15", "40"),
-        "codecs 1": ("0.125", "0x3DB504F3", "0.0625"),
+        "C2": ("P = 64",), "C3.7": ("base + x*nb0 + o*nb1 + h*nb2 + g*nb3",),
+        "C3.8": ("base + x*nb0 + o*nb1 + g*nb2 + h*nb3",), "C3.9": ("p >> 6", "p & 63", "table[row, b]"),
+        "C3.10": ("256", "16", "2^31"), "C4": ("1024", "528", "516", "288", "402"),
+        "C5.3": ("M = min(M_max, M_min + floor((F - R - B_min) / B_step))",), "C5.4": ("255",),
+        "C5.6": ("M + C * ceil((K-1)/P)",), "C6.2": ("allocated + reserved + available == capacity",),
+        "C9.2": ("4096", "pages(W_max + forced_span_tokens) + 1"), "C9.6": ("ceil(max(committed, provisional) / P)",),
+        "C10.5": ("1000", "15", "40"), "codecs 1": ("0.125", "0x3DB504F3", "0.0625"),
         "codecs 3": ("A / 127", "[-127, 127]"),
         "codecs 4": ("A / 448", "2^-24", "65504", "0x7E", "0xFE", "0.0013885498046875"),
         "codecs 5": ("A / 6", "[2^-9, 448]", "{0, .5, 1, 1.5, 2, 3, 4, 6}"),

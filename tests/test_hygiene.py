@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,68 +78,56 @@ def test_banned_text_is_absent(banned: Banned) -> None:
     assert found == [], f"{banned.name}: write {banned.instead}"
 
 
+def places(is_offence: Callable[[ast.AST], bool], *folders: str) -> list[str]:
+    """Return file and line of every node that a rule names."""
+    return [f"{name}:{getattr(node, 'lineno', 0)}" for name, tree in python_trees(*folders)
+            for node in ast.walk(tree) if is_offence(node)]
+
+
 def test_the_cuda_runtime_is_touched_in_one_module_only() -> None:
     """Launches are counted, so nobody calls the runtime beside the counter (design: one launch helper)."""
-    found = []
-    for name, tree in python_trees("pagedkv", "graphs", "tools", "tests"):
-        if name == CUDA_RUNTIME_MODULE:
-            continue
-        for node in ast.walk(tree):
-            is_attribute = isinstance(node, ast.Attribute) and (
-                (isinstance(node.value, ast.Name) and node.value.id == "runtime")
-                or (isinstance(node.value, ast.Attribute) and node.value.attr == "runtime")
-            )
-            is_import = isinstance(node, ast.ImportFrom) and (
-                node.module in {"cupy.cuda.runtime", "cupy_backends.cuda.api.runtime"}
-                or (node.module == "cupy.cuda" and any(alias.name == "runtime" for alias in node.names))
-            )
-            if is_attribute or is_import:
-                found.append(f"{name}:{getattr(node, 'lineno', 0)}")
+
+    def touches(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute):
+            return ast.unparse(node.value).rpartition(".")[2] == "runtime"
+        return isinstance(node, ast.ImportFrom) and (
+            node.module in {"cupy.cuda.runtime", "cupy_backends.cuda.api.runtime"}
+            or (node.module == "cupy.cuda" and any(alias.name == "runtime" for alias in node.names)))
+
+    found = [place for place in places(touches, "pagedkv", "graphs", "tools", "tests")
+             if not place.startswith(f"{CUDA_RUNTIME_MODULE}:")]
 
     assert found == [], f"call {CUDA_RUNTIME_MODULE} instead, which counts"
 
 
-def test_no_print_outside_tools() -> None:
-    """A library is quiet: it logs, or tells an observer; the command prints with click.echo."""
-    found = [
-        f"{name}:{node.lineno}"
-        for name, tree in python_trees("pagedkv", "graphs", "cuda_src")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
-
-    assert found == [], "use the logging module, or return the figure"
+def is_print(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
 
 
-def test_no_broad_except() -> None:
-    """Name what you expect; `except BaseException` may clean up, and then raises again."""
-    found = []
-    for name, tree in python_trees("pagedkv", "graphs", "tools", "tests"):
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ExceptHandler):
-                continue
-            caught = [n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)] if node.type else [""]
-            last = node.body[-1]
-            raises_again = isinstance(last, ast.Raise) and last.exc is None
-            if {"", "Exception"} & set(caught) or ("BaseException" in caught and not raises_again):
-                found.append(f"{name}:{node.lineno}")
-
-    assert found == [], "catch the exceptions that are expected, by name"
+def is_sleep(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "time.sleep"
 
 
-def test_tests_do_not_sleep() -> None:
-    """Time passing proves nothing: wait for the event, or control the order."""
-    found = [
-        f"{name}:{node.lineno}"
-        for name, tree in python_trees("tests")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and node.attr == "sleep"
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "time"
-    ]
+def is_broad_except(node: ast.AST) -> bool:
+    """Tell a bare or too wide handler; `except BaseException` that raises again at its end may clean up."""
+    if not isinstance(node, ast.ExceptHandler):
+        return False
+    caught = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {""}
+    last = node.body[-1]
+    raises_again = isinstance(last, ast.Raise) and last.exc is None
+    return bool({"", "Exception"} & caught) or ("BaseException" in caught and not raises_again)
 
-    assert found == [], "wait for the event itself"
+
+@pytest.mark.parametrize(("is_offence", "folders", "instead"), [
+    (is_print, ("pagedkv", "graphs", "cuda_src"), "use the logging module, or return the figure"),
+    (is_sleep, ("tests",), "wait for the event itself, or control the order: time passing proves nothing"),
+    (is_broad_except, ("pagedkv", "graphs", "tools", "tests"), "catch the exceptions that are expected, by name"),
+])
+def test_what_a_linter_does_not_forbid_is_absent(
+    is_offence: Callable[[ast.AST], bool], folders: tuple[str, ...], instead: str
+) -> None:
+    """A library is quiet, tests do not sleep, and nothing catches more than it expects."""
+    assert places(is_offence, *folders) == [], instead
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -24,29 +24,29 @@ from tests.host.refusals import refused
 
 
 @pytest.mark.parametrize(("max_context", "max_concurrency", "blocks", "pages_min", "pages_max"), [
-    (256, 3, 4, 4, 12), (64, 1, 1, 1, 1), (65, 1, 2, 2, 2), (128, 8, 2, 8, 16), (1, 4, 1, 4, 4), (1000, 2, 16, 16, 32)
+    (256, 3, 4, 4, 12), (64, 1, 1, 1, 1), (65, 1, 2, 2, 2), (128, 8, 2, 8, 16), (1, 4, 1, 4, 4), (1000, 2, 16, 16, 32),
+    (100, 1, 2, 2, 2),  # the context stays 100 although its two pages hold 128
 ])
 def test_capacity_limits_follow_context_and_concurrency(
     max_context: int, max_concurrency: int, blocks: int, pages_min: int, pages_max: int
 ) -> None:
-    """M_min = max(L, C), M_max = C * L.  (C5.1)"""
+    """M_min = max(L, C), M_max = C * L; rounding to pages does not raise the context.  (C5.1, C5.5)"""
     config = make_config(max_context=max_context, max_concurrency=max_concurrency)
 
     assert (config.blocks, config.pages_min, config.pages_max) == (blocks, pages_min, pages_max)
-    assert config.main_pages == pages_max
+    assert (config.main_pages, config.max_context) == (pages_max, max_context)
 
 
-@pytest.mark.parametrize(("tokens", "pages"), [(256, 4), (257, 5), (320, 5), (321, 6), (767, 12), (768, 12)])
-def test_explicit_capacity_is_rounded_up_to_pages(tokens: int, pages: int) -> None:
-    """M = ceil(K_main / P), from M_min to M_max.  (C5.2)"""
-    assert make_config(max_concurrency=3, tokens=tokens).main_pages == pages
-
-
-def test_page_rounding_does_not_raise_the_ceiling_of_a_sequence() -> None:
-    """S = 100 stays 100 although its two pages hold 128.  (C5.5)"""
-    config = make_config(max_context=100, max_concurrency=1)
-
-    assert (config.main_pages, config.max_context, config.blocks) == (2, 100, 2)
+@pytest.mark.parametrize(("tokens", "max_context", "max_concurrency", "pages"), [
+    *((tokens, 256, 3, pages) for tokens, pages in ((256, 4), (257, 5), (320, 5), (321, 6), (767, 12), (768, 12))),
+    (449, 128, 8, 8),  # one page for each of 8 lanes
+    (256, 256, 1, 4),  # the single point of one lane
+])
+def test_explicit_capacity_is_rounded_up_to_pages(
+    tokens: int, max_context: int, max_concurrency: int, pages: int
+) -> None:
+    """M = ceil(K_main / P), from M_min to M_max.  (C5.1, C5.2)"""
+    assert make_config(max_context=max_context, max_concurrency=max_concurrency, tokens=tokens).main_pages == pages
 
 
 @pytest.mark.parametrize(("tokens", "max_context", "max_concurrency", "reason"), [
@@ -63,35 +63,33 @@ def test_capacity_outside_its_limits_is_refused(
         make_config(max_context=max_context, max_concurrency=max_concurrency, tokens=tokens)
 
 
-@pytest.mark.parametrize(("tokens", "max_context", "max_concurrency", "pages"), [(449, 128, 8, 8), (256, 256, 1, 4)])
-def test_capacity_at_its_limits_is_accepted(tokens: int, max_context: int, max_concurrency: int, pages: int) -> None:
-    """One page for each of 8 lanes; the single point of one lane.  (C5.1, C5.2)"""
-    assert make_config(max_context=max_context, max_concurrency=max_concurrency, tokens=tokens).main_pages == pages
-
-
-@pytest.mark.parametrize(("draft_window", "lead_pages"), [(1, 0), (2, 8), (5, 8), (15, 8)])
-def test_the_mtp_pool_has_room_for_every_row_to_lead(draft_window: int, lead_pages: int) -> None:
-    """M + C * ceil((K - 1) / P) pages at C = 8: M, M + 8, M + 8.  (C5.6)"""
-    main, draft = make_config(max_context=256, max_concurrency=8, backend=MTPBackend(draft_window)).pools
+@pytest.mark.parametrize(("backend", "lead_pages", "lead_tokens"), [
+    (MTPBackend(1), 0, 0), (MTPBackend(2), 8, 1), (MTPBackend(5), 8, 4), (MTPBackend(15), 8, 14),
+    (DraftFullBackend(DRAFT_GEOMETRY), 0, 0),
+])
+def test_the_pool_of_a_backend_has_room_for_every_row_to_lead(
+    backend: Backend, lead_pages: int, lead_tokens: int
+) -> None:
+    """M + C * ceil((K - 1) / P) pages at C = 8: M, M + 8, M + 8; Draft Full: M, and no provisional lead.  (C5.6)"""
+    main, draft = make_config(max_context=256, max_concurrency=8, backend=backend).pools
 
     assert (main.pages, draft.pages) == (32, 32 + lead_pages)
-    assert (main.lead_tokens, draft.lead_tokens) == (0, draft_window - 1)
+    assert (main.lead_tokens, draft.lead_tokens) == (0, lead_tokens)
 
 
-def test_the_draft_full_pool_has_as_many_pages_as_main() -> None:
-    """M, and no provisional lead.  (C5.6)"""
-    main, draft = make_config(tokens=320, backend=DraftFullBackend(DRAFT_GEOMETRY)).pools
+@pytest.mark.parametrize(("backend", "names", "columns"), [
+    (None, ["main"], 1), (MTPBackend(1), ["main", "mtp"], 2), (MTPBackend(15), ["main", "mtp"], 16),
+    (DraftFullBackend(DRAFT_GEOMETRY), ["main", "draft"], 16),
+])
+def test_a_backend_brings_at_most_one_pool_and_the_widest_decode_unit(
+    backend: Backend | None, names: list[str], columns: int
+) -> None:
+    """Main first; backends exclude each other.  1, K + 1 or 16 columns, unless the caller says.  (C3.3, C14.4)"""
+    config = make_config(backend=backend)
 
-    assert (main.pages, draft.pages, draft.lead_tokens) == (5, 5, 0)
-
-
-@pytest.mark.parametrize(
-    ("backend", "names"),
-    [(None, ["main"]), (MTPBackend(3), ["main", "mtp"]), (DraftFullBackend(DRAFT_GEOMETRY), ["main", "draft"])],
-)
-def test_a_backend_brings_at_most_one_pool(backend: Backend | None, names: list[str]) -> None:
-    """Main first; backends exclude each other.  (C3.3)"""
-    assert [pool.name for pool in make_config(backend=backend).pools] == names
+    assert [pool.name for pool in config.pools] == names
+    assert config.decode_columns == columns
+    assert dataclasses.replace(config, decode_columns_max=7).decode_columns == 7
 
 
 def test_main_and_mtp_share_profile_order_and_heads() -> None:
@@ -211,18 +209,6 @@ def test_a_configuration_is_a_value() -> None:
                                  kv_capacity=ExplicitCapacity(512))
     with pytest.raises(AttributeError):
         config.max_context = 512  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("backend", "columns"),
-    [(None, 1), (MTPBackend(1), 2), (MTPBackend(15), 16), (DraftFullBackend(DRAFT_GEOMETRY), 16)],
-)
-def test_the_widest_decode_unit_follows_the_backend(backend: Backend | None, columns: int) -> None:
-    """1, K + 1 or 16 columns, unless the caller says.  (C14.4)"""
-    config = make_config(backend=backend)
-
-    assert config.decode_columns == columns
-    assert dataclasses.replace(config, decode_columns_max=7).decode_columns == 7
 
 
 def test_an_unresolved_configuration_has_no_pages_yet() -> None:
