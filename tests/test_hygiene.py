@@ -123,9 +123,7 @@ def is_broad_except(node: ast.AST) -> bool:
     (is_sleep, ("tests",), "wait for the event itself, or control the order: time passing proves nothing"),
     (is_broad_except, ("pagedkv", "graphs", "tools", "tests"), "catch the exceptions that are expected, by name"),
 ])
-def test_what_a_linter_does_not_forbid_is_absent(
-    is_offence: Callable[[ast.AST], bool], folders: tuple[str, ...], instead: str
-) -> None:
+def test_bad_habits_are_absent(is_offence: Callable[[ast.AST], bool], folders: tuple[str, ...], instead: str) -> None:
     """A library is quiet, tests do not sleep, and nothing catches more than it expects."""
     assert places(is_offence, *folders) == [], instead
 

@@ -108,9 +108,7 @@ class Tagged:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=["mtp", "draft"])
-def test_s86_no_trim_or_truncate_moves_a_counter_without_the_bytes(
-    backend: pk.MTPBackend | pk.DraftFullBackend, seed: int
-) -> None:
+def test_s86_trim_and_truncate_move_counters_and_bytes(backend: pk.MTPBackend | pk.DraftFullBackend, seed: int) -> None:
     """S86: 60 random rounds of two rows; after each step of each pool a consumer reads what was accepted last."""
     rng = random.Random(seed)
     with opened(backend) as store:
@@ -173,9 +171,7 @@ def test_s85_a_hand_over_rewrites_what_the_draft_left_behind() -> None:
 @pytest.mark.parametrize(("backend", "pages"), [
     (pk.MTPBackend(1), 4), (pk.MTPBackend(4), 6), (pk.MTPBackend(5), 6), (DRAFT, 4),
 ], ids=["mtp-1", "mtp-4", "mtp-5", "draft"])
-def test_s79_the_context_is_filled_to_the_last_position(
-    backend: pk.MTPBackend | pk.DraftFullBackend, pages: int
-) -> None:
+def test_s79_a_context_is_filled_to_its_last_position(backend: pk.MTPBackend | pk.DraftFullBackend, pages: int) -> None:
     """S79, C11.2: S = 128, columns from 124 on: the one at 128 is inert; no table and no other byte changes."""
     with opened(backend, max_context=128) as store:
         main, other = store.views

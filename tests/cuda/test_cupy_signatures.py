@@ -175,9 +175,7 @@ def test_both_compilers_see_the_same_signatures(
             assert module.kernel(name).signature.words == words, name
 
 
-def test_nvrtc_explains_a_source_error(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvrtc_explains_an_error(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Line and message, in the error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     spec = pk.ModuleSpec("test_wrong", text='extern "C" __global__ void f(int* p) { *p = nonsense; }', kernels=("f",))

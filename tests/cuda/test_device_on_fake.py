@@ -199,9 +199,7 @@ def test_a_pageable_source_is_read_before_the_copy_returns(device: CudaDevice, m
     assert np.array_equal(source, target.get())
 
 
-def test_small_pageable_copies_share_one_staging_until_the_stream_is_waited_for(
-    device: CudaDevice, machine: FakeCupy
-) -> None:
+def test_small_pageable_copies_share_one_staging_until_the_stream_is_waited_for(device: CudaDevice) -> None:
     """Publishing a table slice costs one driver call; nothing is pinned for it."""
     stream, target = device.stream(), device.zeros(4, np.int32)
     calls = device.driver_calls

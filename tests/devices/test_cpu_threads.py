@@ -139,9 +139,7 @@ def reduce_rows(device: CpuDevice, values: npt.NDArray[np.float32]) -> npt.NDArr
     return np.array(sums)
 
 
-def test_a_reduction_through_shared_memory_has_the_same_bits_in_every_order(
-    order: str, rng: np.random.Generator
-) -> None:
+def test_a_reduction_in_shared_memory_has_the_same_bits_in_every_order(order: str, rng: np.random.Generator) -> None:
     """Barriers make the order of lanes, warps and blocks invisible."""
     values = rng.standard_normal((37, 1000), np.float32)
     with cpu_device() as device:

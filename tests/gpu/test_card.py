@@ -37,9 +37,7 @@ def spin(device: CudaDevice, stream: pk.Stream) -> None:
 
 # ---- capture ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("fn", [sum_of_products, hidden_product, read_back])
-def test_what_cupy_and_cuda_refuse_under_capture_is_a_refusal_and_the_device_lives(
-    gpu: CudaDevice, fn: Callable[..., None]
-) -> None:
+def test_the_device_survives_what_cuda_refuses_under_capture(gpu: CudaDevice, fn: Callable[..., None]) -> None:
     """C15.1: products in the open and hidden, and a value read back."""
     target, source = pair(gpu)
     stream = gpu.stream()

@@ -101,9 +101,7 @@ def test_rotated_constant_rows_have_these_bytes(head_dim: int) -> None:
 @pytest.mark.parametrize("side", ROTATED_SIDES)
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("bad_bits", [0x7FC0, 0xFF81, 0x7F80, 0xFF80])
-def test_rotation_spreads_a_nonfinite_value_over_its_row_only(
-    side: Side, head_dim: int, bad_bits: int, rng: Rng
-) -> None:
+def test_rotation_spreads_a_nonfinite_value_in_its_row_only(side: Side, head_dim: int, bad_bits: int, rng: Rng) -> None:
     """The rotated value counts: every group of the row is marked, its neighbour rows are not.  (codecs 8)"""
     rows = bf16(rng.standard_normal((3, head_dim)))
     clean_code, clean_scale = codecs.encode(*side, rows)

@@ -42,9 +42,7 @@ def test_capacity_limits_follow_context_and_concurrency(
     (449, 128, 8, 8),  # one page for each of 8 lanes
     (256, 256, 1, 4),  # the single point of one lane
 ])
-def test_explicit_capacity_is_rounded_up_to_pages(
-    tokens: int, max_context: int, max_concurrency: int, pages: int
-) -> None:
+def test_capacity_is_rounded_up_to_pages(tokens: int, max_context: int, max_concurrency: int, pages: int) -> None:
     """M = ceil(K_main / P), from M_min to M_max.  (C5.1, C5.2)"""
     assert make_config(max_context=max_context, max_concurrency=max_concurrency, tokens=tokens).main_pages == pages
 
@@ -55,9 +53,7 @@ def test_explicit_capacity_is_rounded_up_to_pages(
     (448, 128, 8, "8 to 16 pages"),  # M >= C even when L is smaller
     (257, 256, 1, "4 to 4 pages"),  # C = 1: M_min = M_max = L
 ])
-def test_capacity_outside_its_limits_is_refused(
-    tokens: int, max_context: int, max_concurrency: int, reason: str
-) -> None:
+def test_capacity_beyond_limits_is_refused(tokens: int, max_context: int, max_concurrency: int, reason: str) -> None:
     """A whole sequence, a page for every lane, and no more than all lanes can use.  (C5.1, C5.2)"""
     with refused(ConfigError, "C5.2", match=reason):
         make_config(max_context=max_context, max_concurrency=max_concurrency, tokens=tokens)
@@ -67,9 +63,7 @@ def test_capacity_outside_its_limits_is_refused(
     (MTPBackend(1), 0, 0), (MTPBackend(2), 8, 1), (MTPBackend(5), 8, 4), (MTPBackend(15), 8, 14),
     (DraftFullBackend(DRAFT_GEOMETRY), 0, 0),
 ])
-def test_the_pool_of_a_backend_has_room_for_every_row_to_lead(
-    backend: Backend, lead_pages: int, lead_tokens: int
-) -> None:
+def test_the_pool_of_a_backend_lets_every_row_lead(backend: Backend, lead_pages: int, lead_tokens: int) -> None:
     """M + C * ceil((K - 1) / P) pages at C = 8: M, M + 8, M + 8; Draft Full: M, and no provisional lead.  (C5.6)"""
     main, draft = make_config(max_context=256, max_concurrency=8, backend=backend).pools
 
@@ -81,7 +75,7 @@ def test_the_pool_of_a_backend_has_room_for_every_row_to_lead(
     (None, ["main"], 1), (MTPBackend(1), ["main", "mtp"], 2), (MTPBackend(15), ["main", "mtp"], 16),
     (DraftFullBackend(DRAFT_GEOMETRY), ["main", "draft"], 16),
 ])
-def test_a_backend_brings_at_most_one_pool_and_the_widest_decode_unit(
+def test_a_backend_brings_one_pool_and_the_decode_width(
     backend: Backend | None, names: list[str], columns: int
 ) -> None:
     """Main first; backends exclude each other.  1, K + 1 or 16 columns, unless the caller says.  (C3.3, C14.4)"""

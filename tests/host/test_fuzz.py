@@ -68,9 +68,7 @@ def test_a_walk_is_repeated_by_its_seed(seed: int) -> None:
     assert fuzz(seed, 500) == fuzz(seed, 500)
 
 
-def test_a_finding_comes_with_a_history_that_cannot_be_shorter(
-    seed: int, shrinks_too_little: pytest.MonkeyPatch
-) -> None:
+def test_a_finding_has_a_history_that_cannot_be_shorter(seed: int, shrinks_too_little: pytest.MonkeyPatch) -> None:
     """An activation and a finish show it, and no event of the rest is told."""
     with pytest.raises(FuzzFound) as found:
         fuzz(seed, 10_000, shorten_seconds=SHORTEN_SECONDS)

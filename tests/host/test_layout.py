@@ -77,9 +77,7 @@ def test_sizes_pass_32_bits_without_wrapping() -> None:
     (2, None, 1027, 1025), (300, None, 1200, 1025), (300, MTPBackend(5), 2700, 2100),
     (300, DraftFullBackend(DRAFT_GEOMETRY), 5700, 5100)
 ])  # fmt: skip
-def test_control_buffers_hold_the_widest_unit(
-    max_concurrency: int, backend: Backend | None, ingress: int, egress: int
-) -> None:
+def test_control_buffers_fit_any_unit(max_concurrency: int, backend: Backend | None, ingress: int, egress: int) -> None:
     """C x (3 + W) and C x (1 + W) words with W = 1, K + 1 or 16, or one prefill of 1024 columns.  (C5.3, C15.1)"""
     pages = max(4, max_concurrency)
     layout = build_layout(config_of("bf16", pages=pages, backend=backend, max_concurrency=max_concurrency))

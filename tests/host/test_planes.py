@@ -98,9 +98,7 @@ def test_planes_are_ordered_layer_by_layer() -> None:
     ("layers", "query_heads", "kv_heads", "bf16_bytes", "int8_bytes"),
     [(16, 24, 4, 4 << 20, 2_162_688), (10, 16, 2, 1_310_720, 660 << 10)],
 )
-def test_page_bytes_of_main_and_mtp(
-    layers: int, query_heads: int, kv_heads: int, bf16_bytes: int, int8_bytes: int
-) -> None:
+def test_pages_of_main_and_mtp(layers: int, query_heads: int, kv_heads: int, bf16_bytes: int, int8_bytes: int) -> None:
     """16 x 4 x 256 and 10 x 2 x 256; the draft is one such layer; other profiles by their bytes a token.  (C3.11)"""
     geometry = KVGeometry(layers, query_heads, kv_heads, 256)
     expected = {"bf16": bf16_bytes, "int8-g64": int8_bytes}

@@ -62,9 +62,7 @@ def check_append(
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
-def test_an_append_across_a_page_writes_the_codec_bytes_and_no_other(
-    device: Device, rng: Rng, profile: str, head_dim: int
-) -> None:
+def test_an_append_across_pages_writes_codec_bytes_only(device: Device, rng: Rng, profile: str, head_dim: int) -> None:
     """C4.4: three columns from position 63, pages 2p + 1."""
     cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 3), rng=rng)
 
@@ -127,9 +125,7 @@ def test_an_entry_without_a_table_row_writes_nothing(device: Device, rng: Rng) -
 @pytest.mark.deferred
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_prefix_append_never_touches_the_rejected_tail(
-    device: Device, rng: Rng, profile: str, order: PageOrder
-) -> None:
+def test_a_prefix_append_leaves_the_rejected_tail(device: Device, rng: Rng, profile: str, order: PageOrder) -> None:
     """C14.4: counts 0, 1, 7, 16 at positions 0, 63, 60, 120, rejected inputs NaN."""
     cache = PagedCache.build(device, profile, order=order, table=scattered_table(4, 3), rng=rng)
     before = cache.host_planes()
@@ -188,9 +184,7 @@ def edge_rows(head_dim: int, rng: Rng) -> F32:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS_QUANTIZED)
 @pytest.mark.parametrize("side", QUANTIZED_SIDES, ids="-".join)
-def test_encoding_without_rotation_equals_the_codec(
-    device: Device, ops: Ops, rng: Rng, side: Side, head_dim: int
-) -> None:
+def test_unrotated_encoding_equals_the_codec(device: Device, ops: Ops, rng: Rng, side: Side, head_dim: int) -> None:
     """codecs 6 and 8: every edge, through the entry that does not rotate."""
     values = edge_rows(head_dim, rng)
     code, scale = codecs.encode_unrotated(*side, values)

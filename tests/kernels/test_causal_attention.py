@@ -37,9 +37,7 @@ VARIANTS = [("bf16", 64), ("bf16", 80), ("int8-g64", 128), ("fp8-e4m3-row", 256)
 # ---- the criterion -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("position", [0, 1, 31, 32, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
-def test_a_decode_step_meets_the_criterion(
-    device: Device, rng: Rng, profile: str, head_dim: int, position: int
-) -> None:
+def test_decode_steps_meet_the_criterion(device: Device, rng: Rng, profile: str, head_dim: int, position: int) -> None:
     """codecs 7: W = 1 around pages, group 3, unit RMS; the row is appended by the same call."""
     check_step(device, rng, profile, scattered_table(2, 3, permutation=rng), position=position, query_heads=6, row=1,
                head_dim=head_dim)  # fmt: skip
@@ -73,9 +71,7 @@ def test_every_group_size_reads_its_own_kv_head(device: Device, rng: Rng, group_
 
 @pytest.mark.parametrize("position", [510, 511, 512, 1023, 1024, 1025, 4095, 4096, 8191, 8192])
 @pytest.mark.parametrize("profile", ["bf16", "k8v4"])
-def test_contexts_of_several_key_groups_meet_the_criterion(
-    device: Device, rng: Rng, profile: str, position: int
-) -> None:
+def test_contexts_of_many_key_groups_meet_the_criterion(device: Device, rng: Rng, profile: str, position: int) -> None:
     """C14.6: around the ends of key groups, where decode leaves partial results to the merge."""
     check_step(device, rng, profile, scattered_table(1, 129, permutation=rng), position=position, width=2,
                query_heads=3, kv_heads=1)  # fmt: skip
@@ -175,9 +171,7 @@ def test_stale_bytes_behind_the_frontier_have_no_effect(device: Device, rng: Rng
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_nan_in_a_later_column_does_not_reach_an_earlier_one(
-    device: Device, rng: Rng, profile: str, route: Route
-) -> None:
+def test_nan_of_a_later_column_reaches_no_earlier_one(device: Device, rng: Rng, profile: str, route: Route) -> None:
     """C14.6: a masked key is left out by a select, not by a zero weight; it does reach the columns that see it."""
     cache = PagedCache.build(device, profile, table=scattered_table(1, 2), rng=rng)
     cache.fill(rng, 0, 62)
@@ -211,9 +205,7 @@ def test_a_nan_scale_reaches_the_output(device: Device, rng: Rng, profile: str, 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_cached_variant_equals_append_then_attend_and_writes_nothing(
-    device: Device, rng: Rng, profile: str, route: Route
-) -> None:
+def test_the_cached_variant_reads_and_gives_equal_bits(device: Device, rng: Rng, profile: str, route: Route) -> None:
     """C14.4: read-only; the same bits as the fused call."""
     cache = PagedCache.build(device, profile, table=scattered_table(1, 3), rng=rng)
     cache.fill(rng, 0, 90)

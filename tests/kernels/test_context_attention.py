@@ -56,9 +56,7 @@ def test_every_group_size_reads_its_own_kv_head(device: Device, rng: Rng, group_
     (1, 0, 64), (2, 1, 64), (1, 63, 64), (2, 64, 64), (4, 65, 128), (8, 95, 4096), (16, 65, 65_537), (16, 257, 320),
     (1, 4096, 4096),
 ])  # fmt: skip
-def test_a_plan_for_longer_contexts_meets_the_criterion(
-    device: Device, rng: Rng, width: int, context: int, max_context: int
-) -> None:
+def test_longer_plans_meet_the_criterion(device: Device, rng: Rng, width: int, context: int, max_context: int) -> None:
     """C14.4, C15.3: the launch is sized for the envelope; entries behind L are not read, and none where L is 0."""
     table = long_table(-(-max_context // 64), -(-context // 64))
     check_block(device, rng, table, context=context, width=width, head_dim=128, max_context=max_context)
@@ -263,9 +261,7 @@ def test_a_prepared_draft_pool_loads_nothing_under_capture(device: Device) -> No
 @pytest.mark.parametrize(("profile", "head_dim", "order"), [
     ("bf16", 64, "page-major"), ("bf16", 256, "head-major"), ("int8-g64", 64, "head-major"),
 ])  # fmt: skip
-def test_a_view_that_is_no_draft_pools_is_refused(
-    device: Device, rng: Rng, profile: str, head_dim: int, order: PageOrder
-) -> None:
+def test_other_pools_are_refused(device: Device, rng: Rng, profile: str, head_dim: int, order: PageOrder) -> None:
     """C3.4, C14.4: head-major bf16 planes of head_dim 64 or 128."""
     cache = PagedCache.build(device, profile, head_dim=head_dim, order=order, table=scattered_table(1, 1), rng=rng)
 

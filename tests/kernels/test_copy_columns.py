@@ -48,9 +48,7 @@ def with_columns(planes: HostPlanes, order: PageOrder, *, source: int, destinati
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("profile", "head_dim"), SHAPES)
-def test_the_columns_arrive_and_no_other_byte_changes(
-    device: Device, rng: Rng, profile: str, head_dim: int, order: PageOrder
-) -> None:
+def test_columns_and_no_others_arrive(device: Device, rng: Rng, profile: str, head_dim: int, order: PageOrder) -> None:
     """C10.5: the destination's rest, the source, other heads and other pages; ids in any order, first and last too."""
     cache = noisy_cache(device, rng, profile, head_dim=head_dim, order=order)
     for columns in COLUMNS:
@@ -150,9 +148,7 @@ def test_columns_behind_4_gib_are_copied(device: Device, order: PageOrder) -> No
     ((0, 1, -3), "number of copied columns"), ((0, 1, np.float32(5)), "number of copied columns"),
     ((0, 1, None), "number of copied columns"),
 ])  # fmt: skip
-def test_numbers_that_name_no_columns_are_refused(
-    device: Device, rng: Rng, numbers: tuple[Any, Any, Any], name: str
-) -> None:
+def test_numbers_of_no_columns_are_refused(device: Device, rng: Rng, numbers: tuple[Any, Any, Any], name: str) -> None:
     """C10.5: two pages of the pool and 1 to 64 columns; no byte changes."""
     cache = noisy_cache(device, rng, "int8-g64")
     before = cache.host_planes()

@@ -76,9 +76,7 @@ def compiler_named(name: str, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 @pytest.mark.parametrize("name", other_compilers())
-def test_every_compiler_gives_the_same_bits(
-    name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
+def test_every_compiler_gives_equal_bits(name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """Contraction is off, fused operations are explicit, and reductions are not reassociated."""
     inputs = rng.standard_normal((3, 1000), np.float32)
     with cpu_device() as device:
@@ -88,9 +86,7 @@ def test_every_compiler_gives_the_same_bits(
         assert expected == arithmetic(device, inputs)
 
 
-def test_the_baseline_without_vector_extensions_gives_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
+def test_a_baseline_without_vectors_gives_equal_bits(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """A fused multiply-add then comes from the C library, correctly rounded and slow."""
     inputs = rng.standard_normal((3, 1000), np.float32)
     with cpu_device() as device:

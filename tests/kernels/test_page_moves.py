@@ -16,9 +16,7 @@ from tests.kernels.paged_cache import PagedCache, Rng, assert_same_planes, scatt
 
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_zeroed_pages_are_zero_and_their_neighbours_are_not(
-    device: Device, rng: Rng, profile: str, order: PageOrder
-) -> None:
+def test_zeroed_pages_are_zero_and_neighbours_are_not(device: Device, rng: Rng, profile: str, order: PageOrder) -> None:
     """C14.4: every byte of pages 1 and 3 in every plane; pages 0, 2 and 4 keep theirs."""
     cache = PagedCache.build(device, profile, kv_heads=3, order=order, table=scattered_table(1, 2), rng=rng)
     expected = cache.host_planes()
@@ -31,9 +29,7 @@ def test_zeroed_pages_are_zero_and_their_neighbours_are_not(
 
 
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
-def test_filled_pages_hold_the_word_of_their_plane_and_their_neighbours_do_not(
-    device: Device, rng: Rng, order: PageOrder
-) -> None:
+def test_filled_pages_hold_their_planes_word_and_neighbours_do_not(device: Device, rng: Rng, order: PageOrder) -> None:
     """C14.4: every byte of pages 1 and 3, a word for each plane; pages 0, 2 and 4 keep theirs."""
     cache = PagedCache.build(device, "k8v4", kv_heads=3, order=order, table=scattered_table(1, 2), rng=rng)
     expected = cache.host_planes()

@@ -145,9 +145,7 @@ def test_max_context_of_a_graph_is_not_seen_in_its_results(device: Device, profi
 
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_sixty_padding_rows_leave_the_first_and_the_last_page_alone(
-    device: Device, profile: str, order: PageOrder
-) -> None:
+def test_sixty_padding_rows_leave_first_and_last_page_alone(device: Device, profile: str, order: PageOrder) -> None:
     """S16, S62: -1 is no index from the end; nor is row 0's first page a trash slot."""
     rng = np.random.default_rng(6)
     owned = rng.permutation(np.arange(1, 9, dtype=np.int32)).reshape(4, 2)
@@ -285,9 +283,7 @@ def test_lengths_around_half_and_all_of_max_context(device: Device, rng: Rng, pr
 # ---- what a graph remembers ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_replay_does_not_see_what_became_of_the_objects_of_its_capture(
-    device: Device, profile: str, route: Route
-) -> None:
+def test_a_replay_does_not_see_what_became_of_its_captured_objects(device: Device, profile: str, route: Route) -> None:
     """C15.1: views, arrays' shapes, lists and scalars are bent or gone after the capture; the bits are eager's."""
     rng = np.random.default_rng(14)
     cache = poisoned(device, profile, scattered_table(2, 10, permutation=rng).tolist(), kv_heads=1)

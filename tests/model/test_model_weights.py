@@ -71,9 +71,7 @@ def test_a_gguf_is_read_into_fused_output_major_matrices(tmp_path: Path) -> None
     assert pytest.approx(TINY.rms_epsilon) == weights.config.rms_epsilon
 
 
-def test_a_second_start_maps_the_same_file_and_converts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_maps_the_file_and_converts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf")
     first, _ = load_model(tmp_path / "tiny.gguf", cache_folder=tmp_path / "cache")
     monkeypatch.setattr(model_weights, "_convert", None)

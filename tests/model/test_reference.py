@@ -24,9 +24,7 @@ def test_the_reference_knows_the_capital_of_france(weights: LlamaWeights, tokeni
     assert min(gaps) > 1.0
 
 
-def test_the_runner_agrees_with_the_reference_on_a_passage(
-    model: LlamaModel, weights: LlamaWeights, tokenizer: Tokenizer
-) -> None:
+def test_the_runner_agrees_with_the_reference(model: LlamaModel, weights: LlamaWeights, tokenizer: Tokenizer) -> None:
     """Teacher forcing over a passage in one prefill unit: mean divergence, and every choice that is not close."""
     ids = tokenizer.encode(PASSAGE)
     expected = teacher_forced(weights, ids)

@@ -37,9 +37,7 @@ def model(weights: LlamaWeights, opened_device: pk.Device) -> LlamaModel:
     return LlamaModel(weights, opened_device, max_context=256, keep_logits=True)
 
 
-def test_a_batch_says_what_each_prompt_says_alone(
-    model: LlamaModel, opened_device: pk.Device, tokenizer: Tokenizer
-) -> None:
+def test_a_batch_says_what_prompts_say_alone(model: LlamaModel, opened_device: pk.Device, tokenizer: Tokenizer) -> None:
     """C14.6 in a quantized profile: alone on other pages, or eagerly, nothing changes (bf16: test_exact.py)."""
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     decode = partial(generate, model, opened_device, new_tokens=4, profile="k8v4")

@@ -61,9 +61,7 @@ def unshared(weights: LlamaWeights, profile: str, turns: list[tuple[list[int], i
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_four_forks_and_a_fork_of_a_fork_say_what_unshared_runs_say(
-    weights: LlamaWeights, text: list[int], profile: str
-) -> None:
+def test_forks_of_forks_say_what_unshared_runs_say(weights: LlamaWeights, text: list[int], profile: str) -> None:
     """S39, C10.5: one prompt of 100 tokens, four suffixes, and child 2 forked again at an unaligned frontier."""
     prompt, suffixes = text[:100], [text[200 + 9 * i : 205 + 9 * i] for i in range(4)]
     again = text[400:403]

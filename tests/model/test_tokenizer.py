@@ -49,9 +49,7 @@ def test_a_stream_that_ends_inside_a_character_says_so(tokenizer: Tokenizer) -> 
     assert text == tokenizer.decode(ids)
 
 
-def test_decoding_agrees_with_the_library_on_every_single_token(
-    tokenizer: Tokenizer, smollm: tuple[LlamaWeights, Vocabulary]
-) -> None:
+def test_decoding_agrees_with_the_library(tokenizer: Tokenizer, smollm: tuple[LlamaWeights, Vocabulary]) -> None:
     decoders = pytest.importorskip("tokenizers.decoders", reason="the `model` extra is not installed")
     library = decoders.ByteLevel()
     tokens = smollm[1].tokens
@@ -91,9 +89,7 @@ def test_text_cannot_end_a_turn(tokenizer: Tokenizer) -> None:
     assert not tokenizer.control_ids & set(tokenizer.encode("<|im_start|><|im_end|><|endoftext|>"))
 
 
-def test_a_turn_stops_at_its_end_and_at_the_texts_end(
-    tokenizer: Tokenizer, smollm: tuple[LlamaWeights, Vocabulary]
-) -> None:
+def test_a_turn_stops_at_its_and_the_texts_end(tokenizer: Tokenizer, smollm: tuple[LlamaWeights, Vocabulary]) -> None:
     assert {0, smollm[1].eos_id} == {0, 2} == tokenizer.stop_ids
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import GONE, Catcher, Mutant, emulated, tests
 
-BYTES = "kernels/test_append.py::test_an_append_across_a_page_writes_the_codec_bytes_and_no_other"
-ENCODING = "kernels/test_append.py::test_encoding_without_rotation_equals_the_codec"
-STEP = "kernels/test_causal_attention.py::test_a_decode_step_meets_the_criterion"
-COPY = "kernels/test_copy_columns.py::test_the_columns_arrive_and_no_other_byte_changes"
+BYTES = "kernels/test_append.py::test_an_append_across_pages_writes_codec_bytes_only"
+ENCODING = "kernels/test_append.py::test_unrotated_encoding_equals_the_codec"
+STEP = "kernels/test_causal_attention.py::test_decode_steps_meet_the_criterion"
+COPY = "kernels/test_copy_columns.py::test_columns_and_no_others_arrive"
 BLOCK = "kernels/test_context_attention.py::test_a_draft_block_meets_the_criterion"
 GROUPS = "kernels/test_context_attention.py::test_contexts_of_several_key_groups_meet_the_criterion"
 INERT = "kernels/test_context_attention.py::test_inert_columns_are_zero_and_not_read"
@@ -34,7 +34,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "place.offset = position & kPageMask;", "place.offset = position & 31;", f"{BYTES}[cpu-bf16-64]"),
     Mutant("C14.4", "inert columns are written", "cuda_src/kernels/append.cu",
            "if (live_columns != nullptr && column >= live_columns[entry]) return place;", "",
-           "kernels/test_append.py::test_a_prefix_append_never_touches_the_rejected_tail[cpu-eager-bf16-page-major]"),
+           "kernels/test_append.py::test_a_prefix_append_leaves_the_rejected_tail[cpu-eager-bf16-page-major]"),
     Mutant("C3.9", "rows are written one further", "cuda_src/kernels/append.cu",
            "place.offset = position & kPageMask;", "place.offset = (position + 1) & kPageMask;",
            f"{BYTES}[cpu-bf16-64]"),
@@ -47,7 +47,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "kernels/test_causal_attention.py::test_several_columns_meet_the_criterion[cpu-bf16-64-decode-6-17]"),
     Mutant("C14.6", "masked keys weigh zero instead of being left out", "cuda_src/kernels/attention_tiles.cuh",
            "if (page_begin + key <= row_positions[r]) o[r] =", "o[r] =",
-           "kernels/test_causal_attention.py::test_nan_in_a_later_column_does_not_reach_an_earlier_one[cpu-bf16-decode]"),
+           "kernels/test_causal_attention.py::test_nan_of_a_later_column_reaches_no_earlier_one[cpu-bf16-decode]"),
     Mutant("C14.6", "weights are used before all lanes stored theirs", "cuda_src/kernels/attention_tiles.cuh",
            "o[r] = multiply(o[r], rescale[r]);\n    __syncwarp();", "o[r] = multiply(o[r], rescale[r]);",
            watched(f"{STEP}[cpu-bf16-64-64]", HAZARDS)),

@@ -46,9 +46,7 @@ def cpu() -> Iterator[CpuDevice]:
 
 # ---- bits ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("profile", "head_dim"), VARIANTS)
-def test_both_executions_give_the_same_bits(
-    cpu: CpuDevice, simulated: SimulatedDevice, profile: str, head_dim: int
-) -> None:
+def test_executions_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevice, profile: str, head_dim: int) -> None:
     """C4.4, C14.4: planes, outputs and lse of every kernel of a module; the sanitizer is silent."""
     expected = run_every_kernel(cpu, profile, head_dim)
     found = run_every_kernel(simulated, profile, head_dim)
@@ -116,9 +114,7 @@ def test_every_shipped_module_is_executed() -> None:
 
 # ---- counters ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("profile", "head_dim"), QUICK_VARIANTS)
-def test_attention_reads_each_visible_row_once_and_no_other(
-    simulated: SimulatedDevice, profile: str, head_dim: int
-) -> None:
+def test_attention_reads_visible_rows_once_and_no_more(simulated: SimulatedDevice, profile: str, head_dim: int) -> None:
     """C14.3: one tile per KV head reads its context's rows in 16-byte loads of K and whole sectors of V."""
     tokens, kv_heads = 70, 2
     device: Any = simulated
