@@ -8,22 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import codecs
-from pagedkv.codecs import CodecCounts, Kind
+from pagedkv.codecs import CodecCounts
+from tests.host.codec_sides import Side
 from tests.oracle import codec_oracle as oracle
-
-Side: TypeAlias = tuple[str, Kind]
-"""A profile and one of its two vectors."""
-
-INT8_SIDES: list[Side] = [("int8-g64", "k"), ("int8-g64", "v")]
-FP8_SIDES: list[Side] = [("fp8-e4m3-row", "k"), ("fp8-e4m3-row", "v"), ("k8v4", "k")]
-FP4_SIDES: list[Side] = [("nvfp4-g16", "k"), ("nvfp4-g16", "v"), ("k8v4", "v")]
-QUANTIZED_SIDES = [*INT8_SIDES, *FP8_SIDES, *FP4_SIDES]
-SIDES: list[Side] = [("bf16", "k"), ("bf16", "v"), *QUANTIZED_SIDES]
-ROTATED_SIDES: list[Side] = [("fp8-e4m3-row", "k"), ("k8v4", "k"), *FP4_SIDES]
-
-INT8: Side = ("int8-g64", "k")
-FP8: Side = ("fp8-e4m3-row", "v")
-FP4: Side = ("nvfp4-g16", "k")
 
 Rng: TypeAlias = np.random.Generator
 F32: TypeAlias = npt.NDArray[np.float32]

@@ -14,23 +14,8 @@ import pytest
 from pagedkv import codecs
 from pagedkv.codecs import CodecCounts, Kind
 from pagedkv.errors import ConfigError, MisuseError, PagedKVError
-from tests.host.codec_cases import (
-    FP4,
-    FP4_SIDES,
-    FP8,
-    INT8,
-    INT8_SIDES,
-    QUANTIZED_SIDES,
-    U8,
-    Rng,
-    Side,
-    encoded,
-    fp16_bits,
-    next_down,
-    next_up,
-    nibbles,
-    row_of,
-)
+from tests.host.codec_cases import U8, Rng, encoded, fp16_bits, next_down, next_up, nibbles, row_of
+from tests.host.codec_sides import FP4, FP4_SIDES, FP8, INT8, INT8_SIDES, QUANTIZED_SIDES, Side
 
 TIE_CODES = [7, 0, 2, 2, 4, 4, 6, 6, 15, 8, 10, 10, 12, 12, 14, 14]
 """E2M1 codes of 6, the seven ties and their negatives: each tie goes to the even code."""

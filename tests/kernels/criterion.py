@@ -8,7 +8,8 @@ import numpy.typing as npt
 from pagedkv.devices.protocol import Device
 from pagedkv.values.attention_shape import Route
 from pagedkv.values.planes import PageOrder
-from tests.kernels.paged_cache import Bits, PagedCache, Rng, Table, bf16_noise
+from tests.kernels.arrays import Bits, Rng, Table, bf16_noise
+from tests.kernels.paged_cache import PagedCache
 from tests.oracle.attention_oracle import CONTEXT_CRITERION, CRITERIA, StoredRows, attend, attend_context, stored_rows
 
 Lse = npt.NDArray[np.float32]

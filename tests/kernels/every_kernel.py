@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from pagedkv.ops.ops import Ops
 from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, PROFILES, plane_schema
-from tests.kernels.paged_cache import BF16_NAN, PagedCache, bf16_noise, scattered_table, to_device, to_host
+from tests.kernels.arrays import BF16_NAN, bf16_noise, scattered_table, to_device, to_host
+from tests.kernels.paged_cache import PagedCache
 
 Results = dict[str, npt.NDArray[Any]]
 

@@ -16,19 +16,10 @@ from pagedkv.errors import ConfigError, MisuseError
 from pagedkv.ops.ops import Ops
 from pagedkv.values.planes import PageOrder
 from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
-from tests.host.codec_cases import F32, QUANTIZED_SIDES, Side, next_down, next_up, row_of
-from tests.kernels.paged_cache import (
-    BF16_NAN,
-    Bits,
-    PagedCache,
-    Rng,
-    assert_same_planes,
-    bf16_noise,
-    kill_columns,
-    scattered_table,
-    to_device,
-    to_host,
-)
+from tests.host.codec_cases import F32, next_down, next_up, row_of
+from tests.host.codec_sides import QUANTIZED_SIDES, Side
+from tests.kernels.arrays import BF16_NAN, Bits, Rng, bf16_noise, scattered_table, to_device, to_host
+from tests.kernels.paged_cache import PagedCache, assert_same_planes, kill_columns
 from tests.oracle import codec_oracle
 
 VARIANTS = [

@@ -18,9 +18,10 @@ from pagedkv import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16
 from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
+from tests.kernels.arrays import BF16_NAN, Bits, Rng, bf16_noise, scattered_table
 from tests.kernels.covering import Case, Choice, legal_pairs, pairs_of, pairwise_covering
 from tests.kernels.criterion import check_causal, rows_of
-from tests.kernels.paged_cache import BF16_NAN, Bits, PagedCache, Rng, bf16_noise, scattered_table
+from tests.kernels.paged_cache import PagedCache
 from tests.oracle.attention_oracle import CRITERIA, StoredRows, attend, bf16_values
 
 CONTEXTS = (0, 1, 31, 32, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 8191, 8192)

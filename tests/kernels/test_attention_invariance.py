@@ -13,7 +13,8 @@ import pytest
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.protocol import Device
 from pagedkv.values.profiles import PROFILES
-from tests.kernels.paged_cache import Bits, PagedCache, Table, assert_same_planes, bf16_noise, scattered_table
+from tests.kernels.arrays import Bits, Table, bf16_noise, scattered_table
+from tests.kernels.paged_cache import PagedCache, assert_same_planes
 
 CONTEXT = 700
 CONTEXTS = [CONTEXT, 61, 0, 130]

@@ -17,18 +17,9 @@ from pagedkv.values import attention_shape
 from pagedkv.values.attention_shape import AttentionShape, Route, key_groups, workspace_bytes
 from pagedkv.values.profiles import PROFILES
 from tests.checkout import ROOT
+from tests.kernels.arrays import BF16_NAN, Rng, bf16_noise, scattered_table, to_device, to_host
 from tests.kernels.criterion import check_causal, check_step
-from tests.kernels.paged_cache import (
-    BF16_NAN,
-    PagedCache,
-    Rng,
-    assert_same_planes,
-    bf16_noise,
-    kill_columns,
-    scattered_table,
-    to_device,
-    to_host,
-)
+from tests.kernels.paged_cache import PagedCache, assert_same_planes, kill_columns
 
 ROUTES: list[Route] = ["decode", "prefill"]
 VARIANTS = [("bf16", 64), ("bf16", 80), ("int8-g64", 128), ("fp8-e4m3-row", 256), ("nvfp4-g16", 64), ("k8v4", 128)]

@@ -11,17 +11,9 @@ from pagedkv.ops.modules import context_module, shipped_modules
 from pagedkv.ops.ops import Ops
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.planes import PageOrder
+from tests.kernels.arrays import BF16_NAN, Rng, Table, bf16_noise, scattered_table
 from tests.kernels.criterion import check_block, check_context, draft_block, draft_cache
-from tests.kernels.paged_cache import (
-    BF16_NAN,
-    PagedCache,
-    Rng,
-    Table,
-    assert_same_planes,
-    bf16_noise,
-    kill_columns,
-    scattered_table,
-)
+from tests.kernels.paged_cache import PagedCache, assert_same_planes, kill_columns
 
 
 def long_table(blocks: int, used: int) -> Table:

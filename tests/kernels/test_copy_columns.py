@@ -11,7 +11,8 @@ from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.values.planes import PageOrder, plane_inventory
 from pagedkv.values.profiles import HEAD_DIMS_QUANTIZED, PROFILES
-from tests.kernels.paged_cache import HostPlanes, PagedCache, Rng, assert_same_planes, bf16_noise, scattered_table
+from tests.kernels.arrays import Rng, bf16_noise, scattered_table
+from tests.kernels.paged_cache import HostPlanes, PagedCache, assert_same_planes
 
 ORDERS: list[PageOrder] = ["page-major", "head-major"]
 SHAPES = [

@@ -12,8 +12,8 @@ import pagedkv as pk
 from pagedkv.ops.modules import linear_module
 from pagedkv.tools.llama.model import KernelLinear
 from tests.checkout import ROOT
+from tests.kernels.arrays import Rng, to_device, to_host
 from tests.kernels.cpu_helpers import cpu_device
-from tests.kernels.paged_cache import Rng, to_device, to_host
 
 Float32Array = npt.NDArray[np.float32]
 

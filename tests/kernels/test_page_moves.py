@@ -11,7 +11,8 @@ from pagedkv.errors import MisuseError
 from pagedkv.ops.ops import Ops
 from pagedkv.values.planes import PageOrder
 from pagedkv.values.profiles import PROFILES
-from tests.kernels.paged_cache import PagedCache, Rng, assert_same_planes, scattered_table, to_device, to_host
+from tests.kernels.arrays import Rng, scattered_table, to_device, to_host
+from tests.kernels.paged_cache import PagedCache, assert_same_planes
 
 
 @pytest.mark.parametrize("order", ["page-major", "head-major"])

@@ -14,7 +14,8 @@ import pytest
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.ops.ops import Ops
-from tests.kernels.paged_cache import MARK_BF16, PagedCache, Rng, assert_same_planes, scattered_table
+from tests.kernels.arrays import MARK_BF16, Rng, scattered_table
+from tests.kernels.paged_cache import PagedCache, assert_same_planes
 
 Wrong = dict[str, Any]
 

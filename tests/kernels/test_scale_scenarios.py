@@ -19,7 +19,8 @@ from pagedkv.errors import MisuseError
 from pagedkv.graphs import DecodeLoop
 from pagedkv.values.attention_shape import Route
 from pagedkv.values.profiles import PROFILES
-from tests.kernels.paged_cache import Bits, PagedCache, Rng, assert_same_planes, bf16_noise, scattered_table, to_floats
+from tests.kernels.arrays import Bits, Rng, bf16_noise, scattered_table, to_floats
+from tests.kernels.paged_cache import PagedCache, assert_same_planes
 from tests.oracle.attention_oracle import hadamard
 from tests.toy_model import ToyModel, opened_store, prefilled
 

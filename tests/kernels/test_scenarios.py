@@ -22,19 +22,9 @@ from pagedkv.values.attention_shape import AttentionShape, Route, workspace_byte
 from pagedkv.values.config import KVGeometry
 from pagedkv.values.planes import PackedPlanes, PageOrder
 from pagedkv.values.profiles import PROFILES
+from tests.kernels.arrays import BF16_NAN, MARK_BF16, Bits, Rng, bf16_noise, scattered_table, to_floats
 from tests.kernels.criterion import check_causal
-from tests.kernels.paged_cache import (
-    BF16_NAN,
-    MARK_BF16,
-    Bits,
-    HostPlanes,
-    PagedCache,
-    Rng,
-    assert_same_planes,
-    bf16_noise,
-    scattered_table,
-    to_floats,
-)
+from tests.kernels.paged_cache import HostPlanes, PagedCache, assert_same_planes
 
 ROUTES: list[Route] = ["decode", "prefill"]
 

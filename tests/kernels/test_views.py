@@ -14,7 +14,8 @@ from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
 from pagedkv.values.planes import plane_inventory
 from pagedkv.values.profiles import PROFILES
-from tests.kernels.paged_cache import PagedCache, Rng, bf16_noise, scattered_table, to_device
+from tests.kernels.arrays import Rng, bf16_noise, scattered_table, to_device
+from tests.kernels.paged_cache import PagedCache
 
 ROLE_OF = {"k_pages": "k_code", "v_pages": "v_code", "k_scale_pages": "k_scale", "v_scale_pages": "v_scale"}
 

@@ -20,9 +20,10 @@ from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16, attention_module, contex
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.planes import PackedPlanes
 from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
+from tests.kernels.arrays import bf16_noise, scattered_table
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
-from tests.kernels.paged_cache import PagedCache, bf16_noise, scattered_table
+from tests.kernels.paged_cache import PagedCache
 from tests.kernels.test_linear import product
 from tests.ptxsim.simulated_device import SimulatedDevice
 
