@@ -5,6 +5,9 @@ Everything here runs on the `cpu` device, with the kernels of a GPU, compiled by
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -13,15 +16,19 @@ from pagedkv.graphs import DecodeLoop
 from pagedkv.values.planes import PlaneGeometry
 from tests.bf16 import bf16_from_f32
 from tests.placement import shuffle_placement
-from tests.toy_model import ToyModel
+from tests.toy_model import ToyModel, decode_all, prefilled
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64)
 
 
-def small_config(profile: str = "bf16") -> pk.StoreConfig:
-    """Return one layer, 256 tokens a sequence, two sequences, eight pages."""
-    return pk.StoreConfig(GEOMETRY, profile=profile, max_context=256, max_concurrency=2,
-                          kv_capacity=pk.ExplicitCapacity(512))
+@contextlib.contextmanager
+def small_store(profile: str = "bf16") -> Iterator[pk.Store]:
+    """Open a store of one layer, 256 tokens a sequence, two sequences, eight pages; check it at the end."""
+    config = pk.StoreConfig(GEOMETRY, profile=profile, max_context=256, max_concurrency=2,
+                            kv_capacity=pk.ExplicitCapacity(512))
+    with pk.open_store(config, device="cpu") as store:
+        yield store
+        store.check()
 
 
 def test_1_a_page_is_64_tokens_and_a_plane_is_a_strided_slab() -> None:
@@ -39,18 +46,17 @@ def test_1_a_page_is_64_tokens_and_a_plane_is_a_strided_slab() -> None:
 
 def test_2_an_activation_reserves_the_whole_budget_and_maps_nothing() -> None:
     """C9.2, C6.2: prompt and output are promised in pages; nothing is mapped before a unit needs it."""
-    with pk.open_store(small_config(), device="cpu") as store:
+    with small_store() as store:
         sequence = store.activate(prompt_tokens=100, output_tokens=60)
         summary = store.memory_summary()["main"]
 
         assert (summary["allocated_pages"], summary["reserved_pages"], summary["available_pages"]) == (0, 3, 5)
         assert store.page_ids(sequence) == []
-        store.check()
 
 
 def test_3_no_room_is_an_answer() -> None:
     """C10.9: a Refusal carries the numbers; `forever` says whether waiting helps."""
-    with pk.open_store(small_config(), device="cpu") as store:
+    with small_store() as store:
         store.activate(prompt_tokens=200, output_tokens=56)
         store.activate(prompt_tokens=200, output_tokens=56)
 
@@ -62,12 +68,11 @@ def test_3_no_room_is_an_answer() -> None:
         )
         with pytest.raises(pk.ActivationRefused, match="activation of 256"):
             store.activate(prompt_tokens=256, output_tokens=1)
-        store.check()
 
 
 def test_4_a_unit_maps_publishes_freezes_and_commits() -> None:
     """C9.4, C11.2, C12: from begin to commit the rows are frozen; the frontier moves at commit only."""
-    with pk.open_store(small_config(), device="cpu") as store:
+    with small_store() as store:
         sequence = store.activate(prompt_tokens=70, output_tokens=10)
         batch = store.batch([sequence])
         unit = store.begin_unit(batch, 70, name="prefill")
@@ -79,12 +84,11 @@ def test_4_a_unit_maps_publishes_freezes_and_commits() -> None:
         store.wait(unit)
         store.commit(unit)
         assert store.committed_tokens(sequence) == 70
-        store.check()
 
 
 def test_5_speculation_maps_ahead_accepts_some_and_trims_the_rest() -> None:
     """C9.6, C13: a rejected tail's page returns to the same reservation; available never moves."""
-    with pk.open_store(small_config(), device="cpu") as store:
+    with small_store() as store:
         sequence = store.activate(prompt_tokens=62, output_tokens=66)
         batch = store.batch([sequence])
         for columns, accepted in ((62, 62), (4, 1)):
@@ -97,12 +101,11 @@ def test_5_speculation_maps_ahead_accepts_some_and_trims_the_rest() -> None:
         assert store.trim(batch) == 1
         assert len(store.page_ids(sequence)) == 1
         assert store.memory_summary()["main"]["available_pages"] == available
-        store.check()
 
 
 def test_6_kernels_read_pages_through_the_table() -> None:
     """C14.4: append then attend; one key only, so the output is that key's value, wherever its page lies."""
-    with pk.open_store(small_config(), device="cpu") as store:
+    with small_store() as store:
         shuffle_placement(store, seed=1)
         sequence = store.activate(prompt_tokens=1, output_tokens=1)
         unit = store.begin_unit(store.batch([sequence]), 1)
@@ -122,22 +125,15 @@ def test_6_kernels_read_pages_through_the_table() -> None:
 
         assert np.array_equal(result[0, 0, 0], value[0, 0, 0])
         assert np.array_equal(result[0, 0, 3], value[0, 0, 1]), "heads 2 and 3 share KV head 1"
-        store.check()
 
 
 def test_7_a_loop_decodes_by_replaying_one_graph() -> None:
     """C15: one shape, one graph; page ids and lengths are content, never key."""
-    with pk.open_store(small_config("k8v4"), device="cpu") as store:
+    with small_store("k8v4") as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequences = [store.activate(prompt_tokens=60, output_tokens=9) for _ in range(2)]
-        for sequence in sequences:
-            loop.prefill(sequence, range(60))
-        texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
-        for tokens in loop.decode(sequences):
-            for sequence, new in tokens.items():
-                texts[sequence] += new
+        sequences = [prefilled(loop, list(range(60)), 9) for _ in range(2)]
+        first, second = decode_all(loop, sequences)
 
-        first, second = texts.values()
         assert first == second, "equal prompts in one batch decode the same"
         assert len(first) == 9
         decode = [runs for key, runs in loop.graphs.replays().items() if key.startswith("decode")]
@@ -145,12 +141,11 @@ def test_7_a_loop_decodes_by_replaying_one_graph() -> None:
         for sequence in sequences:
             store.finish(sequence)
         assert store.memory_summary()["main"]["available_pages"] == 8
-        store.check()
 
 
 def test_8_a_continuation_is_forked_moved_and_released() -> None:
     """C10: full pages are shared, a partial tail is copied, a Move keeps every page; the last reference frees."""
-    with pk.open_store(small_config(), device="cpu") as store:
+    with small_store() as store:
         first = store.activate(prompt_tokens=100, output_tokens=20)
         unit = store.begin_unit(store.batch([first]), 100)
         store.wait(unit)
@@ -170,4 +165,3 @@ def test_8_a_continuation_is_forked_moved_and_released() -> None:
         store.finish(fork)
         store.finish(moved)
         assert store.memory_summary()["main"]["available_pages"] == 8
-        store.check()

@@ -105,7 +105,7 @@ def draw_rows(rng: Rng, inputs: str, shape: tuple[int, ...]) -> Bits:
 
 
 def test_a_case_of_the_covering_meets_the_criterion(device: Device, rng: Rng, case: Case) -> None:
-    """C14.5, codecs 7: relL2, gross error and no non-finite value; dead columns are exact +0."""
+    """C4.5, C14.5, codecs 7: relL2, gross error, no non-finite value; each group size; dead columns are exact +0."""
     values: dict[str, Any] = case
     (profile, head_dim), context, width = values["variant"], values["context"], values["width"]
     kv_heads, inputs = kv_heads_of(case), values["inputs"]

@@ -6,8 +6,10 @@ Of context attention: on its query, the context and the live rows.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from pagedkv.devices.cpu.device import CpuDevice
@@ -100,21 +102,27 @@ def test_no_result_depends_on_the_order_of_threads(profile: str, route: str) -> 
         assert_same_planes(results[0], result)
 
 
-# ---- causal attention ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("profile", PROFILES)
-def test_a_batch_equals_its_rows_alone(device: Device, profile: str) -> None:
+@pytest.mark.parametrize(("profile", "route"), [*((name, "decode") for name in PROFILES), ("bf16", "context")])
+def test_a_batch_equals_its_rows_alone(device: Device, profile: str, route: str) -> None:
     """S1: B, the other rows, their order, their lengths and where the table rows lie have no effect."""
-    contexts = [CONTEXT, 61, 130]
-    cache = build(device, profile, scattered_table(3, 12), contexts=contexts)
-    q = np.concatenate([queries(2, seed) for seed in range(3)])
-    positions = [tokens - 2 for tokens in contexts]
-    alone = [cache.attend(q[row : row + 1], positions[row : row + 1], [row], route="decode")[0] for row in range(3)]
+    contexts = CONTEXTS if route == "context" else [CONTEXT, 61, 130, 5]
+    cache = build(device, profile, scattered_table(4, 12), contexts=contexts, route=route)
+    blocks, valid = [block(5, seed) for seed in range(4)], [5, 3, 4, 1]
 
-    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
-        batched, _ = cache.attend(q[order], [positions[row] for row in order], order, route="decode")
-        np.testing.assert_array_equal(np.concatenate([alone[row] for row in order]), batched)
+    def attend(rows: list[int]) -> tuple[npt.NDArray[Any], ...]:
+        q, k, v = (np.concatenate([blocks[row][part] for row in rows]) for part in range(3))
+        live = [valid[row] for row in rows]
+        if route == "context":
+            return cache.attend_context(q, k, v, [contexts[row] for row in rows], rows, valid_columns=live)
+        return cache.attend(q, [contexts[row] - 5 for row in rows], rows, route="decode", valid_columns=live)
+
+    alone = [attend([row]) for row in range(4)]
+    for order in ([0, 1, 2, 3], [2, 3, 0, 1], [3, 2, 1, 0]):
+        for part, batched in enumerate(attend(order)):
+            np.testing.assert_array_equal(np.concatenate([alone[row][part] for row in order]), batched)
 
 
+# ---- causal attention ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("first", [0, 60, 505, CONTEXT - 16])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_columns_of_one_call_equal_single_steps(device: Device, profile: str, first: int) -> None:
@@ -194,21 +202,6 @@ def widened(inputs: tuple[Bits, Bits, Bits], width: int) -> tuple[Bits, Bits, Bi
     for wide, rows in zip((q, k, v), inputs, strict=True):
         wide[:, : rows.shape[1]] = rows
     return q, k, v
-
-
-def test_a_batch_of_draft_blocks_equals_its_rows_alone(device: Device) -> None:
-    """B, the other rows, their order, their lengths and where the table rows lie have no effect."""
-    cache = draft_cache(device, scattered_table(4, 12), contexts=CONTEXTS)
-    blocks = [block(5, seed) for seed in range(4)]
-    valid = [5, 3, 4, 1]
-    alone = [cache.attend_context(*blocks[row], [CONTEXTS[row]], [row], valid_columns=[valid[row]]) for row in range(4)]
-
-    for order in ([0, 1, 2, 3], [2, 3, 0, 1], [3, 2, 1, 0]):
-        q, k, v = (np.concatenate([blocks[row][part] for row in order]) for part in range(3))
-        batched = cache.attend_context(q, k, v, [CONTEXTS[row] for row in order], order,
-                                       valid_columns=[valid[row] for row in order])  # fmt: skip
-        for part in range(2):
-            np.testing.assert_array_equal(np.concatenate([alone[row][part] for row in order]), batched[part])
 
 
 @pytest.mark.parametrize("live", [1, 3, 8])

@@ -54,12 +54,6 @@ def test_other_input_ranges_meet_the_criterion(device: Device, rng: Rng, profile
     check_step(device, rng, profile, scattered_table(1, 3), position=100, width=16, query_heads=2, rms=rms)
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 4, 6, 8, 16])
-def test_every_group_size_reads_its_own_kv_head(device: Device, rng: Rng, group_size: int) -> None:
-    """C4.5: query head h reads KV head h // (Hq / Hkv), for tiles that hold parts of columns."""
-    check_step(device, rng, "bf16", scattered_table(1, 2), position=70, width=3, query_heads=3 * group_size, kv_heads=3)
-
-
 @pytest.mark.parametrize("position", [510, 511, 512, 1023, 1024, 1025, 4095, 4096, 8191, 8192])
 @pytest.mark.parametrize("profile", ["bf16", "k8v4"])
 def test_contexts_of_many_key_groups_meet_the_criterion(device: Device, rng: Rng, profile: str, position: int) -> None:

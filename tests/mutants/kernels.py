@@ -53,7 +53,7 @@ MUTANTS: tuple[Mutant, ...] = (
            watched(f"{STEP}[cpu-bf16-64-64]", HAZARDS)),
     Mutant("C11.3", "every entry reads the first table row", "cuda_src/kernels/attention_tiles.cuh",
            "op.table_rows[tile.entry]) * op.table_width", "op.table_rows[0]) * op.table_width",
-           "kernels/test_attention_invariance.py::test_a_batch_equals_its_rows_alone[cpu-bf16]"),
+           "kernels/test_attention_invariance.py::test_a_batch_equals_its_rows_alone[cpu-bf16-decode]"),
     Mutant("C14.5", "the last key of a tile is left out", "cuda_src/kernels/attention_tiles.cuh",
            "tile.last_position - page_begin + 1;", "tile.last_position - page_begin;", f"{STEP}[cpu-bf16-64-65]"),
     Mutant("C14.5", "one key too many is seen", "cuda_src/kernels/attention_tiles.cuh",
