@@ -167,27 +167,6 @@ def test_both_routes_have_one_arithmetic(device: Device, profile: str) -> None:
         np.testing.assert_array_equal(results[0][1], results[1][1])
 
 
-def test_a_captured_step_replays_with_new_lengths(device: Device) -> None:
-    """C15.3: one graph serves every context; lengths, rows and inputs are read on the device."""
-    contexts = [CONTEXT, 64, 1]
-    cache = build(device, "k8v4", scattered_table(3, 12), contexts=contexts)
-    q = queries(1)
-    positions, rows = cache.ints([0]), cache.ints([0])
-    q_device, out = cache.put(q), cache.put(np.zeros_like(q))
-    workspace = device.empty((1 << 16,), np.uint8)
-    graph = cache.capture(cache.ops.causal_attention_cached, q_device, out, positions, rows, route="decode",
-                          workspace=workspace)  # fmt: skip
-
-    for row in (1, 0, 2, 0):
-        position = contexts[row] - 1
-        cache.set(positions, [position])
-        cache.set(rows, [row])
-        graph.launch(cache.stream)
-        replayed = cache.get(out)
-        eager, _ = cache.attend(q, [position], [row], route="decode")
-        np.testing.assert_array_equal(eager, replayed)
-
-
 # ---- context attention ---------------------------------------------------------------------------------------------
 def draft_cache(device: Device, table: Table, *, contexts: list[int]) -> PagedCache:
     """A draft pool with every kernel loaded, for captures."""
@@ -235,22 +214,31 @@ def test_equal_queries_give_equal_rows_wherever_they_stand(device: Device, conte
 
 
 @pytest.mark.deferred
-def test_a_captured_block_replays_with_new_lengths(device: Device) -> None:
+@pytest.mark.parametrize(("profile", "route"), [("k8v4", "decode"), ("bf16", "context")])
+def test_a_captured_call_replays_with_new_lengths(device: Device, profile: str, route: str) -> None:
     """C15.3: one graph serves every context, row and count of live columns, each read on the device."""
-    cache = draft_cache(device, scattered_table(4, 12), contexts=CONTEXTS)
+    contexts = CONTEXTS if route == "context" else [CONTEXT, 64, 4, 130]
+    cache = build(device, profile, scattered_table(4, 12), contexts=contexts, route=route)
+    cache.ops.prepare(profile, 64, order=cache.view.order)
     q, k, v = block(4)
     lengths, rows, valid = cache.ints([0]), cache.ints([-1]), cache.ints([0])
-    out = cache.put(np.zeros_like(q))
-    workspace = device.empty((1 << 16,), np.uint8)
-    graph = cache.capture(cache.ops.context_attention, *map(cache.put, (q, k, v)), out, lengths, rows,
-                          valid_columns=valid, workspace=workspace)  # fmt: skip
+    out, inputs = cache.put(np.zeros_like(q)), [*map(cache.put, (q, k, v))]
+    options = {"valid_columns": valid, "workspace": device.empty((1 << 16,), np.uint8)}
+    if route == "context":
+        graph = cache.capture(cache.ops.context_attention, *inputs, out, lengths, rows, **options)
+    else:
+        graph = cache.capture(cache.ops.causal_attention_cached, inputs[0], out, lengths, rows, route=route, **options)
 
     for row, live in ((1, 4), (0, 3), (2, 4), (3, 1), (0, 0), (0, 4)):
-        for array, value in ((lengths, CONTEXTS[row]), (rows, row if live else -1), (valid, live)):
+        length = contexts[row] - (4 if route == "decode" else 0)
+        for array, value in ((lengths, length), (rows, row if live else -1), (valid, live)):
             cache.set(array, [value])
         graph.launch(cache.stream)
         replayed = cache.get(out)
-        eager, _ = cache.attend_context(q, k, v, [CONTEXTS[row]], [row], valid_columns=[live])
+        if route == "context":
+            eager, _ = cache.attend_context(q, k, v, [length], [row], valid_columns=[live])
+        else:
+            eager, _ = cache.attend(q, [length], [row], route="decode", valid_columns=[live])
         np.testing.assert_array_equal(eager, replayed)
 
 

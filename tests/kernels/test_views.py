@@ -75,7 +75,7 @@ def test_an_alias_names_the_profile(device: Device) -> None:
     (lambda d, a: {"num_kv_heads": 0}, "num_kv_heads"),
 ])  # fmt: skip
 def test_a_view_that_lies_is_refused(device: Device, change: Any, named: str) -> None:
-    """C14.2, reference: S5: a lacking scale plane, other strides, another order, a table too narrow or of stride 2."""
+    """C14.2, S5, S67: a lacking scale plane, other strides, another order, a table too narrow or of stride 2."""
     arguments = parts(device)
 
     with pytest.raises(MisuseError, match=named):
