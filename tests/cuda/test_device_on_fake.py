@@ -234,13 +234,14 @@ def test_none_is_a_null_pointer_and_not_a_missing_parameter(device: CudaDevice) 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
 def test_an_error_of_earlier_work_is_a_device_fault(device: CudaDevice, machine: FakeCupy) -> None:
-    """C12.4: the wait raises it, with CUDA's number."""
-    stream = device.stream()
-    machine.fail_with = 700
-    with pytest.raises(DeviceFault) as caught:
-        stream.synchronize()
+    """C12.4: the wait and the query raise it, with CUDA's number; `cupy.cuda.Event.done` would say False for ever."""
+    for use, status in ((device.stream().synchronize, 700), (device.event().query, 719)):
+        machine.fail_with = status
+        with pytest.raises(DeviceFault, match=str(status)) as caught:
+            use()
 
-    assert caught.value.fields["status"] == 700
+        assert caught.value.fields["status"] == status
+        machine.fail_with = 0
 
 
 @pytest.mark.parametrize(("status", "answer"), [(0, True), (600, False)])
@@ -250,13 +251,6 @@ def test_a_query_tells_done_from_not_yet(device: CudaDevice, machine: FakeCupy, 
     machine.fail_with = status
 
     assert event.query() == answer
-
-
-def test_a_query_after_a_fault_is_no_not_yet(device: CudaDevice, machine: FakeCupy) -> None:
-    """`cupy.cuda.Event.done` would say False for ever."""
-    machine.fail_with = 719
-    with pytest.raises(DeviceFault, match="719"):
-        device.event().query()
 
 
 def test_memory_that_is_not_there_is_a_capacity_error_with_its_name(device: CudaDevice) -> None:

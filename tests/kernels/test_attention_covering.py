@@ -1,5 +1,8 @@
 """causal_attention against the FP64 oracle, over a pairwise covering of what shapes a call.  (C14.5, codecs 7)
 
+Group sizes, page orders and input ranges are axes here, so no other test walks through them; group sizes beyond 16 are
+refused by `tests/host/test_config.py` and by the shapes of `test_causal_attention.py` (S74).
+
 The quick run takes the cases with little work, and for every value of every axis the cheapest case that holds it; the
 long run takes the whole covering, a second one of another seed, and longer contexts.  Masked calls feed NaN into their
 dead columns, and on route decode carry a second entry without a table row.
@@ -105,7 +108,7 @@ def draw_rows(rng: Rng, inputs: str, shape: tuple[int, ...]) -> Bits:
 
 
 def test_a_case_of_the_covering_meets_the_criterion(device: Device, rng: Rng, case: Case) -> None:
-    """C4.5, C14.5, codecs 7: relL2, gross error, no non-finite value; each group size; dead columns are exact +0."""
+    """C3.4, C4.5, C14.5, S74, codecs 7: relL2, gross error, no non-finite value; dead columns are exact +0."""
     values: dict[str, Any] = case
     (profile, head_dim), context, width = values["variant"], values["context"], values["width"]
     kv_heads, inputs = kv_heads_of(case), values["inputs"]

@@ -8,18 +8,15 @@ S61 of `test_causal_attention.py`, scales have `test_scale_scenarios.py`.  The h
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pagedkv.devices.protocol import Array, Device
-from pagedkv.errors import ConfigError, MisuseError
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
-from pagedkv.values.config import KVGeometry
 from pagedkv.values.planes import PackedPlanes, PageOrder
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.arrays import BF16_NAN, MARK_BF16, Bits, Rng, bf16_noise, scattered_table, to_floats
@@ -237,24 +234,6 @@ def test_pages_behind_4_gib_are_addressed(device: Device, order: PageOrder) -> N
         assert before.any()
         assert not np.take(after, [0, 1], page_axis).any()
         np.testing.assert_array_equal(np.take(before, 2, page_axis), np.take(after, 2, page_axis))
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-def test_every_group_size_is_served_or_refused_beforehand(device: Device, rng: Rng, head_dim: int) -> None:
-    """S74: what the configuration accepts, the kernels compute; what they cannot, nobody can configure."""
-    cache = PagedCache.build(device, "bf16", head_dim=head_dim, kv_heads=1, table=scattered_table(1, 2), rng=rng)
-    cache.fill(rng, 0, 70)
-    for group_size, route in itertools.product((1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32), ROUTES):
-        try:
-            KVGeometry(layers=1, query_heads=group_size, kv_heads=1, head_dim=head_dim)
-        except ConfigError:
-            assert group_size > 16
-            with pytest.raises(MisuseError, match="head geometry"):
-                AttentionShape(route, 1, 1, group_size, 1, head_dim, 128)
-            continue
-        q = bf16_noise(rng, (1, 1, group_size, head_dim))
-        out, lse = cache.attend(q, [69], [0], route=route)
-        check_causal(cache, q[0], out[0], lse[0], position=69)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
