@@ -154,12 +154,14 @@ class Caught:
         if caught.error is not None: ...
 
     For code of others, where any Exception is an answer, and for cleaning up, where an error must not replace the first
-    one: `Caught(first)` adds a note to `first`.  An interrupt or an exit is no Exception and leaves the block.
+    one: `Caught(first)` adds a note to `first`.  An interrupt or an exit is no Exception: it leaves the block, or with
+    `all_kinds` is held too, and the caller raises it later.
     """
 
-    def __init__(self, first: BaseException | None = None) -> None:
-        self.error: Exception | None = None
+    def __init__(self, first: BaseException | None = None, *, all_kinds: bool = False) -> None:
+        self.error: BaseException | None = None
         self._first = first
+        self._kind = BaseException if all_kinds else Exception
 
     def __enter__(self) -> Self:
         return self
@@ -167,7 +169,7 @@ class Caught:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Exception):
+        if isinstance(error, self._kind):
             self.error = error
             if self._first is not None:
                 self._first.add_note(f"and cleaning up failed: {error!r}")

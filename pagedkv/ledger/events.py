@@ -98,25 +98,30 @@ class PageEvents:
     def deliver(self) -> None:
         """Call every observer with every pending event, in order.
 
-        An error of an observer is logged, and the next observer is called.  An observer may use the store: this same
-        call delivers what that causes, after the events that are pending now.
+        An error of an observer is logged, and the next observer is called.  What is no Exception (an interrupt, an
+        exit, a cancellation) leaves this call after every observer has had every event.  An observer may use the store:
+        this same call delivers what that causes, after the events that are pending now.
         """
         if not self.pending or self._is_delivering:
             return
         self._is_delivering = True
-        delivered = 0
+        delivered, first = 0, None
         try:
             for event in self.pending:  # grows while it is read, when an observer uses the store
                 delivered += 1
                 for observer in tuple(self._observers.values()):
-                    with Caught() as caught:
+                    with Caught(all_kinds=True) as caught:
                         observer(event)
-                    if caught.error is not None:
+                    if not isinstance(caught.error, Exception):
+                        first = first or caught.error
+                    else:
                         _LOG.error("observer %r failed at %s; the operation is valid", observer, event,
                                    exc_info=caught.error)
         finally:
             del self.pending[:delivered]
             self._is_delivering = False
+        if first is not None:
+            raise first
 
 
 class PoolEvents:

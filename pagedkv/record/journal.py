@@ -20,6 +20,7 @@ because of such a pin.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 from collections.abc import Mapping
@@ -59,17 +60,18 @@ class Journal:
     """
 
     def __init__(self, target: str | PathLike[str] | TextSink) -> None:
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._has_ended = False
         self._lines = 0
         self._is_closed = False
         self._own_file: TextIO | None = None
         if isinstance(target, str | PathLike):
             try:
-                self._own_file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+                self._own_file = _open_alone(Path(target))
             except (OSError, ValueError, TypeError) as error:  # a NUL or a surrogate in a path, a path of bytes
-                raise MisuseError("a journal", expected="a path that can be written", got=str(error),
-                                  remedy="name a file in a folder that exists", clause="C12.4") from error
+                raise MisuseError("a journal", expected="a path that can be written, and that no other store writes",
+                                  got=str(error), remedy="name a file of its own in a folder that exists",
+                                  clause="C12.4") from error
         elif not all(callable(getattr(target, name, None)) for name in ("write", "flush")):
             raise MisuseError("a journal", expected="a path or an open text file", got=repr(target),
                               remedy="pass journal=None to keep none", clause="C12.4")
@@ -116,6 +118,19 @@ class Journal:
             self.close()
         except JournalFailed as second:
             error.add_note(f"and {second}")
+
+
+def _open_alone(path: Path) -> TextIO:
+    """Open a file and empty it, under a lock that ends with it: a second store must not write between its lines."""
+    file = path.open("a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.is_file():  # not a pipe or a terminal
+            file.truncate(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 class JournalRecorder:

@@ -410,3 +410,17 @@ def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "absent" / "run.jsonl")
     with pytest.raises(pk.MisuseError, match="a path or an open text file"):
         Journal(17)  # type: ignore[arg-type]
+
+
+def test_two_journals_cannot_write_one_file(tmp_path: Path) -> None:
+    """C12.4: the second is refused and the lines of the first stay; after its close the path is free again."""
+    path = tmp_path / "run.jsonl"
+    first = Journal(path)
+    first.write({"line": 1})
+    with pytest.raises(pk.MisuseError, match="no other store writes"):
+        Journal(path)
+    first.close()
+
+    assert path.read_text(encoding="utf-8") == '{"line":1}\n'
+    Journal(path).close()
+    assert not path.read_text(encoding="utf-8")
