@@ -403,3 +403,23 @@ def test_poison_is_nan_in_the_plane_that_decides(profile: str) -> None:
             bits = np.array([word], np.uint32).view(plane.dtype)
             values = pk.codecs.bf16_to_f32(bits) if profile == "bf16" else kinds[plane.dtype](bits)
             assert np.isnan(values).all()
+
+
+def test_an_activation_that_breaks_off_behind_its_copies_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C10.2, C11.1: its entries are on the device already, and no later check may take them for corruption."""
+    with opened() as store:
+        kept = store.snapshot(written(store, 130), state="state")
+        copy, tables = store.device.copy, store.block_tables["main"]
+        raised: list[bool] = []
+
+        def interrupt(destination: Any, source: Any, stream: pk.Stream) -> None:
+            copy(destination, source, stream)
+            if np.shares_memory(destination, tables) and store._ledger.unsettled and not raised:
+                raised.append(True)
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.device, "copy", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                store.activate(prompt_tokens=1, output_tokens=0, source=kept)
+        store.check()

@@ -65,11 +65,11 @@ class Actions:
     def publish_memberships(self, row: int, tables: Mapping[str, Ids]) -> None:
         """Copy the whole membership of an activated row to the device table of each pool.  (C11.2)"""
         for pool, page_ids in tables.items():
+            if self._sanitizer is not None:  # noted first: an activation that breaks off behind the copy is withdrawn
+                self._sanitizer.adopt(pool, row, page_ids.size)
             if page_ids.size:
                 self._device.copy(self._tables[pool][row, : page_ids.size], page_ids, self._stream)
                 self.published_slices += 1
-            if self._sanitizer is not None:
-                self._sanitizer.adopt(pool, row, page_ids.size)
 
     def copy_tails(self, copies: Sequence[TailCopy]) -> None:
         """Copy committed columns of partial tails.  Launches: one per plane and tail.  (C10.5, C10.6)"""
