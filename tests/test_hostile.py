@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import io
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -239,6 +240,43 @@ def test_a_store_closes_after_its_device() -> None:
 @pytest.mark.parametrize("device", [None, 5, [], object()])
 def test_what_is_no_device_is_refused(device: Any) -> None:
     """C1.1: with the names that would do."""
+def test_work_whose_submission_broke_off_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C12.3: an interrupted submit takes the completion back too."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with opened() as store:
+        unit = store.begin_unit(store.batch([store.activate(prompt_tokens=4, output_tokens=0)]), 4)
+        store.wait(unit)
+        with monkeypatch.context() as patch:
+            patch.setattr(store.device, "event", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                store.submit(unit)
+        with refused(pk.MisuseError, "C12.3", store._ledger):
+            store.commit(unit)
+        store.wait(unit)
+        store.commit(unit)
+
+
+def test_who_asks_for_evidence_in_the_middle_of_an_operation_leaves_none() -> None:
+    """C12.4: as a watching thread or a signal handler does; afterwards the operation has not broken off."""
+
+    class Watching(io.StringIO):
+        def flush(self) -> None:
+            seen.append(store.evidence)
+
+    seen: list[pk.PagedKVError | None] = []
+    store = pk.open_store(CONFIG, device="cpu")
+    store.close()
+    store = pk.open_store(CONFIG, device="cpu", journal=Watching())
+    store.finish(store.activate(prompt_tokens=4, output_tokens=0))
+
+    assert {type(error) for error in seen[1:]} == {pk.BrokenOff}
+    assert store.evidence is None
+    store.close()
+
+
     with pytest.raises(pk.MisuseError, match="auto, cpu, cuda or a Device"):
         pk.open_store(CONFIG, device=device)
 

@@ -104,9 +104,9 @@ class PageEvents:
         """
         if not self.pending or self._is_delivering:
             return
-        self._is_delivering = True
         delivered, first = 0, None
         try:
+            self._is_delivering = True
             for event in self.pending:  # grows while it is read, when an observer uses the store
                 delivered += 1
                 for observer in tuple(self._observers.values()):

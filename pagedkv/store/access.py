@@ -78,8 +78,10 @@ class Access:
         """The device error, or the operation that broke off, that latched the store."""
         if self.fault is not None:
             return self.fault
-        if self._broken_off is None and self._ledger.unsettled:
-            operation = self._ledger.unsettled
+        operation = self._ledger.unsettled
+        if not operation:  # asked earlier in the middle of an operation, by a signal handler or another thread
+            self._broken_off = None
+        elif self._broken_off is None or self._broken_off.fields["operation"] != operation:
             self._broken_off = BrokenOff(
                 f"every call after {operation}", expected=f"{operation} to run from its first write to its last",
                 got="an exception in between", clause="C12.4", operation=operation,

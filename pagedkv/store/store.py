@@ -464,11 +464,11 @@ class Store:
         """
         self._access.enter("submit")
         self._ledger.units.require_open(unit, "submit")
+        self._completed.discard(unit.number)  # first: after an interrupt the unit counts as not waited for
         with self._access:
             event = self.device.event()
             self.stream.record(event)
         self._events[unit.number] = event
-        self._completed.discard(unit.number)
 
     def poll(self) -> list[Submission]:
         """Return the submitted units that the device has finished and that are not yet committed.  (C12.4)"""
