@@ -52,12 +52,19 @@ def test_the_second_example_goes_on_from_the_first(tmp_path: Path) -> None:
     assert printed("\n".join(BLOCKS[:2]), tmp_path)[1:] == [comment_of(BLOCKS[1], "print(")]
 
 
-def test_the_third_example_prints_its_comments(tmp_path: Path) -> None:
-    """An event, the counters, and a journal that can be replayed."""
-    event, counts = printed(BLOCKS[2], tmp_path)
+def test_the_own_loop_ends_at_the_end_of_the_reserved_pages(tmp_path: Path) -> None:
+    """The loop runs a prompt and nine units of three accepted tokens."""
+    imports = BLOCKS[0].splitlines()[0]
 
-    assert event == comment_of(BLOCKS[2], "store.trim(")
-    assert comment_of(BLOCKS[2], "print(") == f"{counts}, observed or not"
+    assert printed(f"{imports}\n{BLOCKS[2]}", tmp_path) == [comment_of(BLOCKS[2], "print(")]
+
+
+def test_the_last_example_prints_its_comments(tmp_path: Path) -> None:
+    """An event, the counters, and a journal that can be replayed."""
+    event, counts = printed(BLOCKS[3], tmp_path)
+
+    assert event == comment_of(BLOCKS[3], "store.trim(")
+    assert comment_of(BLOCKS[3], "print(") == f"{counts}, observed or not"
     with (tmp_path / "run.jsonl").open(encoding="utf-8") as lines:
         assert pk.replay_journal(lines).difference is None
 
@@ -68,7 +75,7 @@ def test_the_calls_of_your_own_loop_exist() -> None:
     calls = [name for row in section.splitlines() if row.startswith("| `")
              for name in re.findall(r"(store|loop)\.(\w+)\(", row.split(" | ")[0])]  # fmt: skip
 
-    assert len(calls) == 14
+    assert len(calls) == 16
     assert [] == [name for owner, name in calls if not hasattr(pk.Store if owner == "store" else DecodeLoop, name)]
 
 
