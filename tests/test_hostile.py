@@ -399,7 +399,7 @@ def test_an_interrupted_commit_latches_the_store(monkeypatch: pytest.MonkeyPatch
 
         assert isinstance(store.evidence, pk.BrokenOff)
         assert store.evidence.operation == "commit"
-        with pytest.raises(pk.StoreLatched, match="every call after commit"):
+        with pytest.raises(pk.StoreLatched, match="latched after commit, which broke off"):
             loop.step([sequence])
 
 

@@ -257,4 +257,4 @@ def command(as_json: bool, sizes: tuple[int, ...], samples: int, shredded: bool)
         for f in figures:
             floor = "-" if f.floor_us is None else f"{f.floor_us:.1f}"
             click.echo(f"{f.operation:<20}{f.pages:>7}{f.us:>10.1f}{f.us_mean:>10.1f}{f.us_p95:>10.1f}{floor:>10}")
-    say(f"median, mean and 95th percentile of {samples} calls each")
+    say(f"microseconds: median, mean and 95th percentile of {samples} calls each; floor: the bare NumPy work alone")

@@ -97,7 +97,8 @@ class Units:
         row = (frozen & -frozen).bit_length() - 1
         unit = next(unit for unit in self.in_flight if unit.rows_mask >> row & 1)
         raise UnitInFlight(
-            f"{operation} of row {row} of pool {pool}", expected="a boundary of the row",
-            got=f"a row in use by unit {unit.label} until it completes",
-            remedy="call it after the unit was committed", clause="C12.2", row=row, unit=unit.label,
+            f"{operation} of row {row} of pool {pool}", expected="a row that no unit in flight uses",
+            got=f"a row that unit {unit.label} uses",
+            remedy="first wait for the unit, then commit it or end it with fail", clause="C12.2", row=row,
+            unit=unit.label,
         )

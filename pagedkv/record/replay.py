@@ -156,7 +156,7 @@ class _Reader:
                 if following is None and number > 1 and not text.endswith("\n"):
                     self.is_truncated = True
                     return
-                raise self.malformed(number, "one JSON object", text) from error
+                raise self.malformed(number, "one JSON object", text.rstrip("\n")) from error
             if not isinstance(parsed, dict):
                 raise self.malformed(number, "one JSON object", parsed)
             yield number, parsed

@@ -56,8 +56,9 @@ class Access:
             raise MisuseError(operation, expected="an open store", got="a closed one",
                               remedy="open a new store", clause="C12.4")
         if self._ledger.unsettled or self.fault is not None:
-            raise StoreLatched(operation, expected="a store that is not latched", got=str(self.evidence),
-                               remedy="close it; memory_summary and evidence still answer", clause="C12.4")
+            cause = f"a device error: {self.fault}" if self.fault else f"{self._ledger.unsettled}, which broke off"
+            raise StoreLatched(operation, expected="a usable store", got=f"one that is latched after {cause}",
+                               remedy="close it and open a new one; store.evidence holds the cause", clause="C12.4")
         if is_publishing and self._stream.is_capturing:
             raise CaptureRefused(operation, expected="a stream that is not capturing", got="one that is",
                                  remedy="call it outside the capture", clause="C11.2")
@@ -83,8 +84,8 @@ class Access:
             self._broken_off = None
         elif self._broken_off is None or self._broken_off.fields["operation"] != operation:
             self._broken_off = BrokenOff(
-                f"every call after {operation}", expected=f"{operation} to run from its first write to its last",
-                got="an exception in between", clause="C12.4", operation=operation,
-                remedy="close the store: its ledgers and device tables may contradict each other",
+                f"every call after {operation}", expected=f"{operation} to finish what it had begun to write",
+                got="an interrupt or another exception in between", clause="C12.4", operation=operation,
+                remedy="close the store, whose ledgers and device tables may differ, and open a new one",
             )
         return self._broken_off

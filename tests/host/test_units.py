@@ -42,7 +42,7 @@ def test_a_row_in_flight_refuses_every_change_and_names_row_and_unit() -> None:
     for columns in (1, 0):
         unit, slices = ledger.begin_unit("decode", ledger.batch(sequences[:1]), {"main": columns})
         assert slices == {}
-        with refused(UnitInFlight, "C12.2", ledger, match=f"finish of row 0 .* unit {unit.label} until") as caught:
+        with refused(UnitInFlight, "C12.2", ledger, match=f"finish of row 0 .* unit {unit.label} uses;") as caught:
             ledger.finish(sequences[0])
         assert caught.value.fields == {"row": 0, "unit": unit.label}
         with refused(UnitInFlight, "C12.2", ledger, match="trim of row 0 of pool main"):

@@ -60,7 +60,7 @@ def test_the_table_names_every_operation() -> None:
 
     assert lines[0].split() == ["operation", "pages", "us", "mean", "p95", "floor"]
     assert [line[:20].rstrip() for line in lines[1:]] == NAMES
-    assert "2 calls each" in result.stderr
+    assert "of 2 calls each; floor" in result.stderr
 
 
 def test_no_pages_is_usage() -> None:

@@ -57,6 +57,7 @@ def command(seed: int, events: int, device: str, as_json: bool) -> None:
     if as_json:
         click.echo(dumps({"schema": 1, "seed": seed, "events": events, "finding": None, "counts": dict(counts)}))
     else:
+        click.echo("    count  what happened")
         for name, count in counts.most_common():
             click.echo(f"{count:>9}  {name}")
     say(f"{events} events in {time.perf_counter() - start:.1f} s, no difference")

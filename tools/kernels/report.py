@@ -124,7 +124,7 @@ def command(as_json: bool, architectures: tuple[str, ...], modules: tuple[str, .
         raise click.BadParameter(f"{', '.join(unknown)} is not one of {', '.join(ARCHITECTURES)}")
     names = [spec.name for spec in pk.shipped_modules()]
     if unknown := [part for part in modules if not any(part in name for name in names)]:
-        raise click.BadParameter(f"{', '.join(unknown)} is in no name of {', '.join(names)}")
+        raise click.BadParameter(f"no module has {', '.join(unknown)} in its name; the modules are {', '.join(names)}")
     try:
         figures = compile_set(architectures=architectures or ARCHITECTURES, names=modules, jobs=jobs,
                               progress=progress_line)  # fmt: skip
@@ -145,7 +145,7 @@ def command(as_json: bool, architectures: tuple[str, ...], modules: tuple[str, .
             f"{found.local_bytes} of local memory"
         )
     compiled = len({(one.module, one.arch) for one in figures})
-    say(f"{len(figures)} kernels in {compiled} modules, {len(findings)} with spills or local memory")
+    say(f"{len(figures)} kernels compiled from {compiled} module(s), {len(findings)} with spills or local memory")
     if findings:
         sys.exit(EXIT_FINDING)
 
