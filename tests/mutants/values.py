@@ -52,7 +52,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C5.6", "the MTP lead is forgotten", "values/config.py",
            "pages + self.max_concurrency * ceil_div(lead, PAGE_TOKENS)", "pages", "host/test_config.py"),
     Mutant("C5.6", "Draft Full leads too", "values/config.py",
-           '"head-major", pages, 0, guard', '"head-major", pages, 4, guard', "host/test_speculation.py"),
+           '"head-major", pages, 0, guard', '"head-major", pages, 4, guard', "host/test_sequences.py"),
     Mutant("C5.6", "the lead is a whole window longer", "values/config.py",
            "lead = backend.draft_window - 1", "lead = backend.draft_window", "host/test_speculation.py"),
     Mutant("C5.7", "packed parts are not rounded to 256 bytes", "values/planes.py",
