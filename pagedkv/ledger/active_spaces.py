@@ -11,7 +11,7 @@ tokens, with every segment labelled:
                    is this row's own; a multiple of P
     committed_end  the committed frontier: any token (C9.1, C16.6)
     mapped_end     membership ends here; a multiple of P; may exceed the frontier
-    bound_end      ids are named up to here, in windows of 64 pages (C6.5)
+    bound_end      ids are bound up to here, in windows of 64 pages (C6.5)
     entitled_end   entitlement = membership + reservation, in tokens; a multiple of P
 
 Everything else is derived: membership pages = mapped_end / P, reservation = (entitled_end - mapped_end) / P.
@@ -22,13 +22,13 @@ Everything else is derived: membership pages = mapped_end / P, reservation = (en
                                            members    bound   unmapped
     device table (C, L) int32     the same members; entries beyond membership are unspecified (C11.1)
 
-A row is contiguous, so what a row gains reaches the device as one slice (C11.2).  The mirror is written when ids are
-bound.  The ledger says which slices are new; the store copies them on the stream.
+A row is contiguous, so the new pages of a row reach the device as one slice (C11.2).  The ledger writes the mirror when
+it binds ids, and returns the slices that are new; the store copies them on the stream.
 
 Batch calls take one int32 value per execution row over all rows (0, the neutral value, in rows that are not selected),
-so a step is a few vector operations whatever the batch.  A row touches the allocator only when it crosses a page
-(C9.4). The caller has checked that no unit in flight selects the row (`units.py`).  A pool's spaces never look at
-another pool's (C9.9).
+so a step is a few vector operations for any batch.  A row uses the allocator only when it crosses a page (C9.4).  The
+caller has checked that no unit in flight selects the row (`units.py`).  The spaces of one pool never read those of
+another pool (C9.9).
 """
 
 from __future__ import annotations
@@ -88,13 +88,14 @@ class ActiveSpaces:
     """Columns of one pool's active spaces; row r of every array is execution row r.
 
     Attributes:
-        members: (C, L) int32, logical pages below `bound_end`, -1 beyond. table: (C, L) int32, the host mirror of the
-        block table: their page groups, -1 beyond `bound_end`. shared_end, committed_end, mapped_end, bound_end,
-        entitled_end: (C,) int32, tokens, as drawn above; 0 in an idle row. writable_end: (C,) int32, min(entitled_end,
-        S): the one comparison of a step. grows: whether leases are extended at round boundaries (C9.2); for the advice
-        in errors alone.
+        members: (C, L) int32, logical pages below `bound_end`, -1 beyond.
+        table: (C, L) int32, the host mirror of the block table: their page groups, -1 beyond `bound_end`.
+        shared_end, committed_end, mapped_end, bound_end, entitled_end: (C,) int32, tokens, as drawn above; 0 in an
+            idle row.
+        writable_end: (C,) int32, min(entitled_end, S), so that a step compares once.
+        grows: whether leases are extended between units (C9.2); only the advice of an error depends on it.
 
-    The columns are written by the methods below alone.
+    The methods below alone write the columns.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class ActiveSpaces:
         self._crossing = np.zeros(rows, np.bool_)
         self._none_crossing = self._crossing.tobytes()
 
-    # ---- the beginning and the end of a space -----------------------------------------------------
+    # ---- opening and closing a space --------------------------------------------------------------
 
     def open(self, row: int, *, entitlement_pages: int) -> None:
         """Start an empty space whose pages the caller has reserved in the pool.  (C9.1)"""
@@ -135,8 +136,7 @@ class ActiveSpaces:
     def adopt(self, row: int, members: Ids, page_ids: Ids, *, frontier: int, entitlement_pages: int) -> None:
         """Start a space from pages that hold [0, frontier), each with an active reference of this space.  (C10.3)
 
-        Full pages stay without a writer; the writer of a partial tail is the row.  `page_ids` are the pages' page
-        groups, as they were published for the row.
+        Full pages have no writer; the writer of a partial tail is the row.  `page_ids` are their page groups.
         """
         self.open(row, entitlement_pages=entitlement_pages)
         count = members.size
@@ -156,11 +156,7 @@ class ActiveSpaces:
         return self.members[row, :full].copy()
 
     def detach(self, row: int) -> tuple[Ids, int]:
-        """Give up reservation and row; the pages of a trimmed space stay, with an inactive reference.  (C9.8)
-
-        Returns:
-            The logical pages in block order, and the frontier.
-        """
+        """Give up reservation and row, keep the pages of a trimmed space, and return (pages, frontier).  (C9.8)"""
         frontier, mapped = self.committed_end.item(row), self.membership_pages(row)
         assert mapped == pages_for_tokens(frontier), f"row {row} of pool {self.pool.name} is not trimmed"
         self.freeze(row)
@@ -173,7 +169,7 @@ class ActiveSpaces:
         return members, frontier
 
     def close(self, row: int) -> None:
-        """Give up membership and reservation; a page returns to available with its last reference.  (C9.8)"""
+        """Give up membership and reservation; free the pages that nobody references any more.  (C9.8)"""
         shared, mapped = self.shared_end.item(row) >> PAGE_SHIFT, self.membership_pages(row)
         bound = self.bound_end.item(row) >> PAGE_SHIFT
         table = self.table[row]
@@ -202,13 +198,10 @@ class ActiveSpaces:
         return self._crossing.tobytes() != self._none_crossing
 
     def ensure_mapped_to_tokens(self, ends: Tokens) -> TableSlices | None:
-        """Map positions [0, ends[r]) of every row r; a lower bound, 0 asks for nothing.  (C9.3)
+        """Map positions [0, ends[r]) of every row r, and return the slices to publish, or None without new pages.
 
-        The caller has asked `require_entitled`.  New pages move from the reservation to the allocation of the same
-        space; neither frontier nor entitlement changes.
-
-        Returns:
-            The table slices to publish, or None when no row crossed a page boundary.
+        A lower bound: a row that maps more already does not change.  The caller has called `require_entitled`.  New
+        pages move from the reservation to the allocation of the same space.  (C9.3)
         """
         np.less(self.mapped_end, ends, out=self._crossing)
         if self._crossing.tobytes() == self._none_crossing:
@@ -227,7 +220,7 @@ class ActiveSpaces:
         return slices
 
     def require_entitled(self, ends: Tokens) -> None:
-        """Refuse ends beyond the entitlement of their row; names the first such row, `rows` lists them all.  (C9.3)"""
+        """Refuse ends beyond the entitlement of their row; the error's `rows` lists all such rows.  (C9.3)"""
         over = np.flatnonzero(ends > self.entitled_end)
         if over.size:
             row = int(over[0])
@@ -251,9 +244,9 @@ class ActiveSpaces:
     # ---- between units ----------------------------------------------------------------------------
 
     def trailing_pages(self, keep_tokens: Tokens) -> TableSlices | None:
-        """Return the mapped pages of every row r behind max(committed, keep_tokens[r]), or None.  (C9.6)
+        """Return the mapped pages of every row r behind max(committed, keep_tokens[r]), or None if there are none.
 
-        Refuses pages that another space references, or that a copy uses.
+        Refuses pages that another space references or a copy uses.  (C9.6)
         """
         keep_ends = (np.maximum(self.committed_end, keep_tokens) + PAGE_MASK) & ~PAGE_MASK
         rows = np.flatnonzero(self.mapped_end > keep_ends)
@@ -295,9 +288,9 @@ class ActiveSpaces:
         self.pages.require_private(what, cut)
 
     def truncate(self, row: int, tokens: int) -> None:
-        """Lower the committed frontier to `tokens`, then trim; the caller has asked `require_truncate`.  (C9.10)
+        """Lower the committed frontier to `tokens`, then trim; the caller has called `require_truncate`.  (C9.10)
 
-        The page that is cut inside gets a new content epoch; an equal frontier only trims (C7.6).
+        If the cut lies inside a page, that page gets a new content epoch; an equal frontier only trims (C7.6).
         """
         first_cut = tokens >> PAGE_SHIFT
         self.pages.thaw(self.members[row, first_cut : self.shared_end.item(row) >> PAGE_SHIFT], row)
@@ -307,7 +300,7 @@ class ActiveSpaces:
         self.committed_end[row] = tokens
         self.trim_row(row)
 
-    # ---- answers ----------------------------------------------------------------------------------
+    # ---- queries ----------------------------------------------------------------------------------
 
     def entitlement_pages(self, row: int) -> int:
         """Return membership plus reservation, in pages.  (C9.1)"""
@@ -362,11 +355,7 @@ class ActiveSpaces:
         return mask
 
     def lease(self, row: int, block: int) -> DevicePageLease:
-        """Return the lease of a mapped block.  (C6.1)
-
-        Raises:
-            MisuseError: the block is not mapped; a bound block counts as unmapped (C6.5).
-        """
+        """Return the lease of a mapped block; refuse a block that is only bound (C6.5).  (C6.1)"""
         if not 0 <= block < self.membership_pages(row):
             raise MisuseError(f"the lease of block {block} of row {row} in pool {self.pool.name}",
                               expected=f"a mapped block, 0 to {self.membership_pages(row) - 1}", got=block,
@@ -375,7 +364,7 @@ class ActiveSpaces:
         return DevicePageLease(self.pool.name, page_id, int(self.pool.serials[page_id]))
 
     def require_current(self, lease: DevicePageLease) -> None:
-        """Refuse a lease that was released or dematerialized: its page group is free, bound or leased anew.  (C6.1)"""
+        """Refuse a lease whose page group was released or dematerialized since.  (C6.1)"""
         page_id = lease.page_id
         is_known = lease.pool == self.pool.name and 0 <= page_id < self.pool.capacity
         if not is_known or self.pool.serials[page_id] != lease.serial or not self.mapped_mask()[page_id]:
@@ -385,7 +374,7 @@ class ActiveSpaces:
     # ---- helpers ----------------------------------------------------------------------------------
 
     def _bind_window(self, row: int, end_tokens: int) -> None:
-        """Bind at least up to `end_tokens`, in whole windows, never beyond the entitlement.  (C6.5)"""
+        """Bind ids at least up to `end_tokens`, a whole window if the entitlement allows.  (C6.5)"""
         first = self.bound_end.item(row) >> PAGE_SHIFT
         pages = max(WINDOW_PAGES, pages_for_tokens(end_tokens) - first)
         count = min(pages, self.entitlement_pages(row) - first)
@@ -399,7 +388,7 @@ class ActiveSpaces:
         self.bound_end[row] = (first + count) * PAGE_TOKENS
 
     def _vacate(self, row: int, first: int) -> None:
-        """Return the bound pages from block `first` on and the promise behind them, and clear the row."""
+        """Free the bound pages from block `first` on and the promised pages behind them, and clear the row."""
         bound = self.bound_end.item(row) >> PAGE_SHIFT
         if first < bound:
             self.pool.release(self.table[row, first:bound], leased=0)

@@ -3,7 +3,7 @@
     batch entry   0   1   2            one value per entry: (B,) int32
     row           5   0   3            the same value per execution row, 0 elsewhere: (C,) int32
 
-A ledger works on values per row, so that a step is a few vector operations on whole columns.
+A ledger computes with values per row, so that a step is a few vector operations on whole columns.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class Batch:
 
     Attributes:
         sequences, rows: in batch order; rows are (B,) int64, `rows_mask` has them as bits of one integer.
-        stamp: `Sequences.stamp` when the handles were last found current.
-        by_width: the columns of each decode width that all entries wrote together, kept from the first use, so that a
-            steady step spreads nothing over rows.
+        stamp: `Sequences.stamp` at the last check of the handles.
+        by_width: a cache: the columns of a unit in which every entry writes the same number, by that number.
     """
 
     sequences: tuple[Sequence, ...]
@@ -54,11 +53,7 @@ class Batch:
 
 
 def column_counts(what: str, entries: int, columns: Columns) -> npt.NDArray[np.int32]:
-    """Return columns as (B,) int32.
-
-    Raises:
-        MisuseError: no integers, a negative or too large one, or another number of them than entries.
-    """
+    """Return columns as (B,) int32; refuse other types, negative or too large counts, and a wrong number of them."""
     if type(columns) is int and 0 <= columns < COUNT_MAX:
         return np.full(entries, columns, np.int32)
     try:

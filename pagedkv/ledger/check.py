@@ -1,11 +1,11 @@
 """The invariants of C16, one function each, checkable at any boundary.
 
-Every function computes again, from the columns, what the ledgers count or derive, and raises AssertionError with both
-sides where they differ; also under `python -O`.  `check_ledger` runs all of them; `Store.check` adds what only the
-device knows.  Cost: linear in pages, so it runs at boundaries, never in a step.
+Each function computes the counters and the derived columns of the ledgers again.  If they differ, it raises
+AssertionError with both values, also under `python -O`.  `check_ledger` calls all of them; `Store.check` also compares
+the device tables.  Cost: linear in pages, so a check runs between units, never in a step.
 
-Without a function: 9 and 16, which `transaction.py` refuses; 14 and 15, because views and kernels are no ledger and
-have tests of their own.
+Invariants without a function: `transaction.py` refuses what would break 9 and 16; tests of views and kernels cover 14
+and 15.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagedkv.values.quantities import PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
 
 
 def check_ledger(ledger: Ledger) -> None:
-    """Demand every invariant that the ledgers can answer; raises AssertionError with the numbers."""
+    """Check every invariant of the ledgers; AssertionError gives the numbers."""
     for pool in ledger.config.pools:
         spaces, kept = ledger.active[pool.name], ledger.kept[pool.name]
         check_1_one_replica_per_lease(spaces)
@@ -44,7 +44,7 @@ def check_ledger(ledger: Ledger) -> None:
 
 
 def check_1_one_replica_per_lease(spaces: ActiveSpaces) -> None:
-    """C16.1: a page group carries at most one logical page, and each knows the other; so does a host page."""
+    """C16.1: a page group or a host page carries at most one logical page, and tables and descriptors agree."""
     for what, column in (("page group", spaces.pages.device), ("host page", spaces.pages.host)):
         _demand(_are_distinct(column[column >= 0]), spaces, f"one {what} carries two logical pages")
     bound = spaces.columns_below(spaces.bound_end)
@@ -160,7 +160,7 @@ def check_8_shared_pages_are_immutable(spaces: ActiveSpaces, kept: KeptSpaces) -
 
 
 def check_10_entitlement_is_reserved(spaces: ActiveSpaces) -> None:
-    """C16.10: the entitlement of active rows is in no one's available capacity."""
+    """C16.10: the entitlements of active rows are not part of the available capacity."""
     promised = (int(spaces.entitled_end.sum()) - int(spaces.mapped_end.sum())) >> PAGE_SHIFT
     leased = int(np.count_nonzero(spaces.mapped_mask()))
     available = spaces.pool.capacity - promised - leased
@@ -168,7 +168,7 @@ def check_10_entitlement_is_reserved(spaces: ActiveSpaces) -> None:
 
 
 def check_11_units_are_covered(ledger: Ledger) -> None:
-    """C16.11: what a unit in flight may touch is still mapped, and its frontiers are as at its start."""
+    """C16.11: the pages that a unit in flight may write are mapped, and its frontiers have not moved."""
     mask = 0
     for unit in ledger.units.in_flight:
         _demand(not mask & unit.rows_mask, unit.label, "a row is in flight twice")
@@ -200,8 +200,8 @@ def check_13_pools_are_separate(ledger: Ledger) -> None:
 def check_17_launches_are_covered(ledger: Ledger) -> None:
     """C16.17: the budget of every active sequence, or with growth its next launch, lies within its entitlement.
 
-    With growth two kinds of rows need not be covered: a row that its last round could not extend, and a row that went
-    farther than a launch and a forced span since that round, which begins its next round first.
+    With growth two kinds of rows may be uncovered: a row that its last round could not extend, and a row that has
+    committed more than a launch and a forced span since that round: it must begin a round before its next launch.
     """
     growth = ledger.growth
     _demand(not growth.short[ledger.sequences.serials == 0].any(), "rows", "an idle row is short")
@@ -223,7 +223,7 @@ def check_17_launches_are_covered(ledger: Ledger) -> None:
 
 
 def _demand(holds: object, where: ActiveSpaces | str, what: str) -> None:
-    """Raise AssertionError unless something holds; an `assert` would be silent under `python -O`."""
+    """Raise AssertionError unless a condition holds; `python -O` would remove an `assert`."""
     if not holds:
         raise AssertionError(f"{where if isinstance(where, str) else f'pool {where.pool.name}'}: {what}")
 
@@ -235,7 +235,7 @@ def _are_distinct(values: npt.NDArray[Any]) -> bool:
 def _inactive_pages(
     kept: KeptSpaces, ends: list[int]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return of every page of every inactive space descriptor, block, and its columns below the end of its space."""
+    """Return, for every page of every inactive space, descriptor, block, and columns below the end of its space."""
     parts = [space.members for space in kept.by_number.values()]
     sizes = np.array([members.size for members in parts], np.int64)
     members = np.concatenate([np.empty(0, np.int32), *parts])

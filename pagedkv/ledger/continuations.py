@@ -1,13 +1,13 @@
-"""Continuations: what can be resumed, one inactive space per pool and the caller's state.  (C0, C2.2, C9.8)
+"""Continuations: retained sequences, each an inactive space per pool and the caller's state.  (C0, C2.2, C9.8)
 
-    finish(retain=True) --+                            +-- Fork: it stays, full pages are shared
+    finish(retain=True) --+                            +-- Fork: the continuation stays, full pages are shared
     snapshot -------------+--> Continuation --activate-+
                                |                       +-- Move: it becomes the sequence, the handle is stale
-                               +--release--> gone
+                               +--release--> ended
 
-A handle carries a number that is never used again, so a handle that outlived its continuation is refused.  The caller's
-state is opaque.  Without it (None) a continuation is KV alone, which proves no resumability: no sequence can be
-activated from it (C2.2, C16.16).
+A handle carries a number that is never used again, so a stale handle is refused.  The store never reads the caller's
+state.  If the state is None, it is not complete, and no sequence can be activated from the continuation: KV pages alone
+are not enough to resume (C2.2, C16.16).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Continuation:
 
 @dataclass(eq=False)
 class ContinuationState:
-    """What a continuation is beside its spaces; written by `Continuations` alone.
+    """The caller's state and the claims of one continuation; written by the ledger alone.
 
     Attributes:
-        state: the caller's handle, or None where it is not complete (C2.2).
-        claims: activations from it that are prepared and not ended.
-        is_moving: the prepared activation will turn it into a sequence.
+        state: the caller's state, or None if it is not complete (C2.2).
+        claims: prepared activations from it that are neither committed nor aborted.
+        is_moving: the prepared activation is a Move.
     """
 
     state: object
@@ -64,7 +64,7 @@ class Continuations:
         return [Continuation(self.store_id, number) for number in self.states]
 
     def keep(self, spaces: Mapping[str, tuple[Ids, int]], state: object) -> Continuation:
-        """Hold (members, frontier) of every pool as a new continuation.  (C9.8)"""
+        """Retain (members, frontier) of every pool as a new continuation.  (C9.8)"""
         number = self._number_next
         self._number_next += 1
         for pool, (members, frontier) in spaces.items():
@@ -73,13 +73,13 @@ class Continuations:
         return Continuation(self.store_id, number)
 
     def release(self, number: int) -> None:
-        """Give up every membership in every pool; the caller has asked `require_unpinned`.  (C9.8)"""
+        """Give up every membership in every pool; the caller has called `require_unpinned`.  (C9.8)"""
         for kept in self.kept.values():
             kept.release(number)
         del self.states[number]
 
     def claim(self, number: int, *, is_move: bool) -> None:
-        """Count an activation that is being prepared from a claimable continuation; a Move is the only one."""
+        """Count a prepared activation; the caller has called `require_claimable`.  (C10.2)"""
         self.states[number].claims += 1
         self.states[number].is_moving = is_move
 
@@ -89,12 +89,12 @@ class Continuations:
         self.states[number].is_moving = False
 
     def require_unpinned(self, number: int, operation: str) -> None:
-        """Refuse to give up pages that a copy uses.  (C7.4)"""
+        """Refuse a continuation if a copy uses one of its pages.  (C7.4)"""
         for kept in self.kept.values():
             kept.pages.require_unpinned(operation, kept.by_number[number].index)
 
     def require_current(self, continuation: Continuation) -> int:
-        """Return the number of a handle; refuse one of another store, or one that was released or moved."""
+        """Return the number of a handle; refuse a handle that was released or moved, or of another store."""
         if not isinstance(continuation, Continuation):
             raise MisuseError("a handle", expected="the Continuation that finish or snapshot returned",
                               got=repr(continuation), remedy="pass the handle", clause="C9.8")
@@ -107,7 +107,7 @@ class Continuations:
         return continuation.number
 
     def require_claimable(self, continuation: Continuation, *, is_move: bool) -> int:
-        """Return the number of a continuation that an activation may be prepared from.  (C10.2, C10.4)"""
+        """Return the number of a continuation; refuse one that a Move claims, or a Move of a claimed one.  (C10.4)"""
         number = self.require_idle(continuation, "Move") if is_move else self.require_current(continuation)
         if self.states[number].is_moving:
             raise MisuseError(f"an activation from {continuation}", expected="a source that stays",
@@ -116,7 +116,7 @@ class Continuations:
         return number
 
     def require_idle(self, continuation: Continuation, operation: str) -> int:
-        """Return the number of a continuation from which no activation is being prepared.  (C10.2)"""
+        """Return the number of a continuation; refuse one with claims.  (C10.2)"""
         number = self.require_current(continuation)
         if self.states[number].claims:
             raise MisuseError(f"{operation} of {continuation}",

@@ -1,21 +1,21 @@
-"""Events: what happens to page groups, delivered to observers in order.  (C6.5, C9.6, C13.3)
+"""Events: changes of page groups, delivered to observers in order.  (C6.5, C9.6, C13.3)
 
-    kind          which page groups                                              row
-    materialize   became members (of a checkpoint's copied tail too)             the row, None for a checkpoint
-    publish       are entries of the device table now: new slices, or the        the row
-                  whole membership of an activation
+    kind          the page groups ...                                            row
+    materialize   became members (also the copied tail of a checkpoint)          the row, None for a checkpoint
+    publish       were written to the device table: new slices, or the whole     the row
+                  membership of an activation
     trim          returned to the reservation of the same space                  the row
-    release       returned to available with their last reference                the row, None for a continuation
-    demote        left the Device for the Host      \\  nobody emits these yet:
+    release       became available, because nobody references them any more      the row, None for a continuation
+    demote        left the Device for the Host      \\  nothing emits these yet:
     restore       came back from the Host           /  no page has a Host replica
 
-A release that names a row is also the end of that row's membership.  It may list no page group, where all of them stay
-with other spaces or with the retained continuation.  So a picture that is kept from events alone (materialize and
-publish set blocks, trim removes them, a release of a row empties it) is at every moment what the rows map.  No event
-lists pages that are bound and unmapped.
+A release with a row also ends the membership of that row.  It lists no page group if other spaces or the retained
+continuation hold all of them.  So an observer can follow from events alone which pages each row maps: materialize and
+publish set blocks, trim removes them, and a release of a row empties it.  No event lists pages that are bound and
+unmapped.
 
-Ledgers record an event where they change something, so no event tells of a refused or aborted operation.  The store
-delivers at the end of the operation.  Counters always count; events are made only while somebody observes.
+A ledger records an event when it writes the change, so a refused or aborted operation causes none.  The store delivers
+events at the end of the operation.  Counters always count; events are created only while somebody observes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
 @dataclass(frozen=True)
 class PageEvent:
-    """What happened to page groups at consecutive blocks of one space.
+    """One change of page groups at consecutive blocks of one space.
 
     Attributes:
         kind: materialize, publish, trim, demote, restore or release.
         pool: whose page groups.
-        row: the execution row, or None where an inactive space is meant.
+        row: the execution row, or None for an inactive space.
         first_block: the block of the first page group; the others follow.
-        page_ids: the page groups in block order; empty for a release of a row from which nothing became available.
+        page_ids: the page groups in block order; empty if a row ended and none of its page groups became available.
     """
 
     kind: EventKind
@@ -57,15 +57,15 @@ class PageEvent:
 
 
 PageObserver = Callable[[PageEvent], object]
-"""Called with each event, in order; what it returns is ignored."""
+"""Called with each event, in order; its result is ignored."""
 
 
 class PageEvents:
-    """Delivers to the observers of one store what its pools record.
+    """Delivers the events of the pools of one store to its observers.
 
     Attributes:
-        is_observed: whether anybody observes; no event is made otherwise.
-        pending: recorded and not yet delivered, in order.
+        is_observed: whether anybody observes; pools record events only then.
+        pending: events that are recorded and not yet delivered, in order.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,7 @@ class PageEvents:
         self._is_delivering = False
 
     def observe(self, observer: PageObserver) -> Callable[[], None]:
-        """Call `observer` with every later event; returns a function that ends this, and may be called twice.
-
-        Raises:
-            MisuseError: the observer cannot be called.
-        """
+        """Call `observer` with every later event, and return a function that ends this and may be called twice."""
         if not callable(observer):
             raise MisuseError("an observer", expected="something that can be called with a PageEvent",
                               got=repr(observer), remedy="pass a function of one argument", clause="C9.6")
@@ -96,11 +92,10 @@ class PageEvents:
         return unsubscribe
 
     def deliver(self) -> None:
-        """Call every observer with every pending event, in order.
+        """Call every observer with every pending event, in order; the error of an observer is logged.
 
-        An error of an observer is logged, and the next observer is called.  What is no Exception (an interrupt, an
-        exit, a cancellation) leaves this call after every observer has had every event.  An observer may use the store:
-        this same call delivers what that causes, after the events that are pending now.
+        An error that is no Exception (an interrupt, an exit, a cancellation) leaves this call after every observer got
+        every event.  An observer may use the store: this same call delivers the new events, after the pending ones.
         """
         if not self.pending or self._is_delivering:
             return
@@ -125,10 +120,10 @@ class PageEvents:
 
 
 class PoolEvents:
-    """Counts what happens to the page groups of one pool, and records it while somebody observes.
+    """Counts the changes of the page groups of one pool, and records events while somebody observes.
 
     Attributes:
-        pages: page groups by kind so far.
+        pages: page groups by kind of event so far.
     """
 
     def __init__(self, pool: str, events: PageEvents) -> None:
@@ -137,13 +132,13 @@ class PoolEvents:
         self._events = events
 
     def record(self, kind: EventKind, row: int | None, first_block: int, page_ids: Ids) -> None:
-        """Record page groups at consecutive blocks of one space."""
+        """Record a change of page groups at consecutive blocks of one space."""
         self.pages[kind] += page_ids.size
         if self._events.is_observed:
             self._events.pending.append(PageEvent(kind, self._pool, row, first_block, tuple(page_ids.tolist())))
 
     def record_slices(self, kind: EventKind, slices: TableSlices, table: Ids) -> None:
-        """Record the page groups of slices of a host mirror, (C, L) int32, one event a row."""
+        """Record a change of the page groups in slices of a host mirror, (C, L) int32: one event per slice."""
         self.pages[kind] += int(slices.block_counts.sum())
         if self._events.is_observed:
             for row, first, count in slices.each():

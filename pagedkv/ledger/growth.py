@@ -1,23 +1,22 @@
-"""LeaseGrowth: entitlements that begin with a bounded window and grow at round boundaries.  (C9.2, C16.10, C16.17)
+"""LeaseGrowth: entitlements that begin with a bounded window and grow between units.  (C9.2, C16.10, C16.17)
 
-Why: a budget of 20,000 output tokens that is reserved whole keeps pages from everybody while most of it may never be
-written.  With `kv_lease_growth` an activation takes what it can use soon, and a cushion:
+Why: if an activation reserves its whole budget of 20,000 output tokens, nobody else can use those pages, and most may
+never be written.  With `kv_lease_growth` an activation reserves the pages that it needs soon, and a cushion:
 
     tokens   0 ---- source + prompt ---- window ---------- entitled_end ----------------- full
              [ comes from admission     )[ min(output, window)  )[ cushion              )[ not reserved )
                                                         grow_at ^
-    full     prompt, whole output and the backend's lead, at most L: entitled_end grows to it, never beyond
+    full     prompt, whole output and the backend's lead, at most L: entitled_end never grows beyond it
     cushion  pages(W_max + forced_span_tokens) + 1, part of the reservation: the next launch and one forced span fit
-             behind `grow_at`, so a row that was not extended never needs a page inside a round
-    grow_at  entitled_end - cushion, or NO_GROWTH where that is full: a frontier beyond it makes the row *thin*
+             behind `grow_at`, so a row that was not extended needs no page before the next round
+    grow_at  entitled_end - cushion, or NO_GROWTH if the entitlement is full: a frontier beyond it makes the row *thin*
 
-At a round boundary every thin row takes the first rung of the ladder (window, 128, 64 tokens) that fits in every pool.
-A row that gets none is *short*: it runs on its cushion until its next launch is not covered, and then its driver ends
-it with reason "length" (bounded completion).  Nothing shrinks before the sequence ends.
+When a round begins, every thin row tries the rungs of the ladder (window, 128, 64 tokens) and takes the first that fits
+in every pool.  If none fits, the row is *short*: it uses its cushion until its next launch is not covered, and then the
+caller ends it with reason "length" (bounded completion).  Nothing shrinks before the sequence ends.
 
-Several pools of one row grow together or not at all, each from its own capacity; a full pool asks for nothing.  This
-module evicts nothing: a caller that wants pages of continuations for a short row releases them and begins the round
-again (C1.2).
+The pools of one row grow together or not at all, each from its own capacity; a full pool needs nothing.  This module
+evicts nothing: to get pages for a short row, the caller releases continuations and begins the round again (C1.2).
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from pagedkv.values.config import StoreConfig
 from pagedkv.values.quantities import PAGE_TOKENS, pages_for_tokens
 
 NO_GROWTH = KEEP_ALL
-"""`grow_at` of a row that is idle or whose entitlement is full: beyond every frontier."""
+"""`grow_at` of a row that is idle or has its full entitlement: beyond every frontier."""
 
 LADDER_TOKENS = (128, 64)
-"""Extensions that are tried after the whole window, in this order (C9.2)."""
+"""Extensions to try after the whole window, in this order (C9.2)."""
 
 
 class LeaseGrowth:
-    """Which rows of a store grow, how far, and which could not; written by the methods below alone.
+    """How far each row of a store may grow, and when; the methods below alone write it.
 
     Attributes:
-        is_on: `kv_lease_growth`; where it is False, nothing below is ever written.
+        is_on: `kv_lease_growth`; if it is False, the columns below never change.
         cushion_pages: pages(W_max + forced_span_tokens) + 1, of every row in every pool.
         full_pages: per pool (C,) int32, what the entitlement of a row may reach; 0 in idle rows.
         grow_at: per pool (C,) int32 tokens; a row whose frontier is beyond it is thin.
@@ -68,17 +67,12 @@ class LeaseGrowth:
         self._none_crossing = self._crossing.tobytes()
 
     def first_pages(self, full_pages: int, *, filled_tokens: int) -> int:
-        """Return the entitlement of an activation where growth is on: the window and the cushion.  (C9.2)
-
-        Args:
-            full_pages: pages of prompt, output and lead together, at most L.
-            filled_tokens: tokens that come from a source, and the prompt.
-        """
-        # Output below the window needs no case of its own: `full_pages` is the smaller one then, lead and all.
+        """Return the first entitlement, in pages: source and prompt (`filled_tokens`), window and cushion.  (C9.2)"""
+        # Output below the window needs no case of its own: `full_pages`, with the lead, is the smaller number then.
         return min(full_pages, pages_for_tokens(filled_tokens + self.window_tokens) + self.cushion_pages)
 
     def open(self, row: int, full_pages: Mapping[str, int]) -> None:
-        """Note how far an activated row may grow in each pool, where growth is on; its entitlement is set.  (C9.2)"""
+        """Note how far an activated row, whose entitlement is set, may grow in each pool.  (C9.2)"""
         for name, pages in full_pages.items():
             self.full_pages[name][row] = pages
             self.round_frontier[name][row] = self.active[name].committed_end[row]
@@ -94,10 +88,9 @@ class LeaseGrowth:
         self.short[row] = False
 
     def begin_round(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """Extend the thin rows among `rows`, and return the indices into it of those that could not be.  (C9.2)
+        """Extend the thin rows among `rows`, and return the indices of those that could not be extended.  (C9.2)
 
-        One comparison a pool where nobody is thin; Python work for thin rows only.  Never raises for scarcity.  The
-        caller asks only where growth is on.
+        If no row is thin, this costs one comparison per pool.  The caller calls it only if growth is on.
         """
         for name, spaces in self.active.items():
             self.round_frontier[name][rows] = spaces.committed_end[rows]
@@ -116,7 +109,7 @@ class LeaseGrowth:
     # ---- helpers ----------------------------------------------------------------------------------
 
     def _thin(self) -> npt.NDArray[np.bool_] | None:
-        """Return (C,) bool, rows that are thin in some pool; None when there is none."""
+        """Return (C,) bool, rows that are thin in some pool, or None if there is none."""
         thin: npt.NDArray[np.bool_] | None = None
         for name, spaces in self.active.items():
             np.less(self.grow_at[name], spaces.committed_end, out=self._crossing)
@@ -125,7 +118,7 @@ class LeaseGrowth:
         return thin
 
     def _extend(self, row: int) -> bool:
-        """Take the first rung that every pool of a row grants, each capped by its full entitlement.  (C6.3)"""
+        """Extend a row by the first rung that fits in every pool, at most to its full entitlement.  (C6.3)"""
         for rung in self.ladder_pages:
             missing = {
                 name: min(rung, int(self.full_pages[name][row]) - spaces.entitlement_pages(row))

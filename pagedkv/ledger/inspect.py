@@ -1,12 +1,12 @@
-"""StoreInspection: everything a store's ledgers show, copied into plain arrays.  (C16)
+"""StoreInspection: a copy of the whole state of a ledger, in plain arrays.  (C16)
 
     before = store.inspect()
     ...                                  # an operation that is refused
     assert not store.inspect().differences(before)
 
-What is copied is state, not history: the serials that will be handed out next are absent, and the columns of
-a free descriptor read as 0, whatever an earlier life left there.  Nothing here can be written back.  The parts are
-tuples of numbers and arrays: compare them with `differences`, not with `==`.
+The copy holds state, not history: counters of the next serial are absent, and `content` of a free descriptor is 0.
+Writing into the copy changes no ledger.  The parts are tuples of numbers and arrays: compare them with `differences`,
+not with `==`.
 
 Cost: linear in pages and table entries, one array copy for each column.
 """
@@ -39,7 +39,7 @@ class PoolInspection(NamedTuple):
         lease_serials: (capacity,) int64, 0 for a free page group.
         free_runs: (n, 2) int64, maximal runs [start, end) of free page groups.
         serial, content: (descriptors,) int64, generation and content epoch of a descriptor, 0 when it is free.
-        committed, protected: (descriptors,) int32, columns; a writer's frontier is accounted for.
+        committed, protected: (descriptors,) int32, columns; `committed` of a written page follows its row's frontier.
         references, active, writer, device, host, block, pins: (descriptors,) int32, as `pages.py` says.
     """
 
@@ -79,14 +79,14 @@ class SpaceInspection(NamedTuple):
 
 
 class ContinuationInspection(NamedTuple):
-    """One retained continuation: its space in each pool, and whether it has the caller's state (C2.2)."""
+    """One retained continuation: its space in each pool, and whether the caller's state is complete (C2.2)."""
 
     pools: Mapping[str, SpaceInspection]
     has_state: bool
 
 
 FIRST_ARRAY: Final = 5
-"""Index of the first field of a pool that is an array: those before it are numbers, those behind it arrays."""
+"""Index of the first array among the fields of PoolInspection: numbers before it, arrays from it on."""
 assert PoolInspection._fields[FIRST_ARRAY] == "shared_end", PoolInspection._fields
 
 PARTS = (PoolInspection, SpaceInspection, ContinuationInspection)
@@ -101,7 +101,7 @@ class StoreInspection:
         active_rows, rows_in_flight: execution rows in ascending order.
         units_in_flight: labels, in the order of their begin.
         sequence_serials: (C,) int64, 0 for a free row.
-        budget_tokens: (C,) int32, what each sequence was activated for.
+        budget_tokens: (C,) int32, tokens that each sequence may hold.
         continuations: by the number of their handle.
     """
 
@@ -114,12 +114,12 @@ class StoreInspection:
     continuations: Mapping[int, ContinuationInspection]
 
     def differences(self, before: StoreInspection) -> list[str]:
-        """Return one line for each value that differs from an earlier inspection; empty: nothing changed."""
-        return [] if _plain(before) == _plain(self) else _differences("", vars(before), vars(self))
+        """Return one line for each value that differs from an earlier inspection."""
+        return [] if _comparable(before) == _comparable(self) else _differences("", vars(before), vars(self))
 
 
 def inspect_ledger(ledger: Ledger) -> StoreInspection:
-    """Copy what the ledgers show."""
+    """Copy the state of a ledger."""
     units, sequences = ledger.units, ledger.sequences
     in_flight = units.rows_in_flight
     return StoreInspection(
@@ -159,18 +159,21 @@ def _inspect_space(kept: KeptSpaces, number: int) -> SpaceInspection:
     return SpaceInspection(space.members.copy(), space.frontier, space.protected_frontier)
 
 
-def _plain(shown: StoreInspection) -> object:
-    """Return all that is shown as numbers and bytes, which are compared at once.
+def _comparable(inspection: StoreInspection) -> object:
+    """Return an inspection as tuples of numbers and bytes, which `==` compares fast.
 
-    The arrays of a pool become one string of bytes: the length of one of them alone varies.
+    The arrays of a pool become one string of bytes.  That is unambiguous: only one of them varies in length.
     """
     return (
-        shown.active_rows, shown.rows_in_flight, shown.units_in_flight,
-        shown.sequence_serials.tobytes(), shown.budget_tokens.tobytes(),
-        [(name, pool[:FIRST_ARRAY], b"".join(cast("Any", pool[FIRST_ARRAY:]))) for name, pool in shown.pools.items()],
+        inspection.active_rows, inspection.rows_in_flight, inspection.units_in_flight,
+        inspection.sequence_serials.tobytes(), inspection.budget_tokens.tobytes(),
         [
-            (number, kept.has_state, pool, space.members.tobytes(), space.frontier, space.protected)
-            for number, kept in shown.continuations.items() for pool, space in kept.pools.items()
+            (name, pool[:FIRST_ARRAY], b"".join(cast("Any", pool[FIRST_ARRAY:])))
+            for name, pool in inspection.pools.items()
+        ],
+        [
+            (number, continuation.has_state, pool, space.members.tobytes(), space.frontier, space.protected)
+            for number, continuation in inspection.continuations.items() for pool, space in continuation.pools.items()
         ],
     )  # fmt: skip
 
@@ -187,7 +190,7 @@ def _differences(path: str, before: Any, after: Any) -> list[str]:
         pairs = [(key, before[key], after[key]) for key in after]
     else:
         return [] if before == after else [f"{path}: {before!r} became {after!r}"]
-    found = []
+    differences = []
     for name, old, new in pairs:
-        found += _differences(f"{path}.{name}" if path else str(name), old, new)
-    return found
+        differences += _differences(f"{path}.{name}" if path else str(name), old, new)
+    return differences

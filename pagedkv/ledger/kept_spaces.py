@@ -7,7 +7,7 @@ An inactive space is an ordered list of logical pages without a row, a reservati
     tokens   0 ---------- protected_frontier ----- frontier
 
 Pages [0, frontier / 64) may belong to other spaces too and are immutable; a partial tail belongs to this space alone.
-`truncate` never cuts below the protected frontier: retaining sets it to the frontier, and `protect` moves it.  The
+`truncate` never cuts below the protected frontier: `keep` sets it to the frontier, and `protect` moves it.  The
 `protected` column of a page is the maximum over its inactive spaces.
 """
 
@@ -32,7 +32,7 @@ class KeptSpace:
 
     Attributes:
         members: (n,) int32, logical pages in block order; n = ceil(frontier / 64).
-        index: the same pages as the columns' index, made once for all forks of them.
+        index: the same pages as a fast index of the columns, computed once for all forks.
         frontier, protected_frontier: tokens.
     """
 
@@ -52,7 +52,7 @@ class KeptSpaces:
         self.by_number: dict[int, KeptSpace] = {}
 
     def keep(self, number: int, members: Ids, frontier: int) -> None:
-        """Hold pages whose inactive reference and committed columns are set, and protect them.  (C7.8, C9.8)"""
+        """Retain pages whose inactive reference and committed columns are set, and protect them.  (C7.8, C9.8)"""
         self.by_number[number] = KeptSpace(members, self.pages.index_of(members), frontier, 0)
         self._raise_protection(self.by_number[number], frontier)
 
@@ -64,18 +64,18 @@ class KeptSpaces:
         return space
 
     def release(self, number: int) -> None:
-        """Give up every membership; a page goes back to available with its last reference.  (C9.8)"""
+        """Give up every membership; free the pages that nobody references any more.  (C9.8)"""
         space = self.take(number)
         self.drop(space.index, first_block=0, pages=space.members.size)
 
     def drop(self, logical: Pages, *, first_block: int, pages: int) -> None:
         """Drop one inactive reference of each of `pages` pages from a block on.  (C9.8)
 
-        The freed pages are the last ones, because spaces share prefixes only.
+        Spaces share prefixes only, so the freed pages are the last ones.
         """
         page_ids = self.pages.release(logical)
         first = first_block + pages - page_ids.size
-        if page_ids.size and lowest(page_ids) < 0:  # pages that lie on the Host alone
+        if page_ids.size and lowest(page_ids) < 0:  # some have no Device replica
             on_device = np.flatnonzero(page_ids >= 0)
             for run in np.split(on_device, np.flatnonzero(np.diff(on_device) != 1) + 1) if on_device.size else ():
                 self._free(first + int(run[0]), page_ids[run])
@@ -83,7 +83,7 @@ class KeptSpaces:
             self._free(first, page_ids)
 
     def sole_pages(self, members: Ids) -> int:
-        """Return how many page groups would become available with one reference fewer of each page."""
+        """Return how many page groups would become available if each page lost one reference."""
         if not members.size:
             return 0
         at = self.pages.index_of(members)
@@ -111,7 +111,7 @@ class KeptSpaces:
             self.pages.require_on_device(what, cut[:1])
 
     def truncate(self, number: int, tokens: int) -> None:
-        """Lower the committed frontier, which `require_truncate` allowed, and drop the pages behind it.  (C9.10)"""
+        """Lower the committed frontier, as `require_truncate` allowed, and drop the pages behind it.  (C9.10)"""
         space = self.by_number[number]
         pages = pages_for_tokens(tokens)
         if tokens < space.frontier and tokens & PAGE_MASK:
@@ -144,10 +144,10 @@ class KeptSpaces:
         space.protected_frontier = tokens
 
     def _others(self, number: int, first: int, at: Index, changed: Ids) -> npt.NDArray[np.int32] | None:
-        """Return the most that the other inactive spaces protect partly of pages from block `first` on, or None.
+        """Return the most columns that another inactive space protects of each page from block `first` on, or None.
 
-        `protectors` counts the spaces that protect a whole page.  So the search below runs only for a page that
-        another inactive space holds: rare, because a partly protected page is the tail of one space.
+        `protectors` counts the spaces that protect a whole page.  So the search below runs only for a page that another
+        inactive space holds.  That is rare: mostly a partly protected page is the tail of one space.
         """
         if not changed.size or highest(self.pages.references[at] - self.pages.active[at]) <= 1:
             return None

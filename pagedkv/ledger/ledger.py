@@ -1,20 +1,20 @@
-"""Ledger: every ledger of one store, and the operations that combine them.
+"""Ledger: the decisions of one store, over its pools, pages, spaces, sequences and units.
 
-A ledger is the store without a device: it decides, and returns what is to be done (table slices to publish, columns to
-copy).  Everything here is plain Python and NumPy, so every rule of C5 to C13 is tested in milliseconds.  `store.py`
-does on the device what the answers say.
+A ledger is the store without a device: it decides, and returns the table slices to publish and the columns to copy.
+Everything here is plain Python and NumPy, so tests check every rule of C5 to C13 in milliseconds.  The store executes
+the answers on the device.
 
 An operation that decides has three parts, in this order:
 
     checks      refusals; nothing has changed
-    unsettled   the name of the operation is written here, before the first write of any column
-    writes      asserts only; what breaks off between two of them leaves `unsettled` as it is
+    unsettled   set to the name of the operation, before the first write of any column
+    writes      asserts only; if one of them breaks off, `unsettled` keeps the name
 
-The store clears `unsettled` at the end of its own call, when the device tables have followed.  If it finds a name there
-at the next call, an interrupt, a failed allocation or a failed copy broke that operation off: the columns may
-contradict each other, and the store is latched (C12.4).
+The store clears `unsettled` at the end of its own call, when the device tables are up to date.  If the next call finds
+a name there, an interrupt, a failed allocation or a failed copy broke that operation off: the columns may contradict
+each other, and the store is latched (C12.4).
 
-A journal hears of each operation that `recorded` marks, through `Ledger.recorder`.
+`recorded` marks the operations that `Ledger.recorder` hears of; the journal is one recorder.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Hears of every recorded operation, in order."""
+    """Is called before and after every recorded operation."""
 
     def begin(self, operation: str, arguments: Mapping[str, Any]) -> None:
-        """An operation begins; its handles are still current."""
+        """Note an operation that begins; its handles are still current."""
 
     def answer(self, answer: object) -> None:
-        """The operation answered."""
+        """Note its answer."""
 
     def refuse(self, error: PagedKVError) -> None:
-        """The operation was refused."""
+        """Note that it was refused."""
 
     def break_off(self, error: BaseException) -> None:
-        """The operation broke off; nothing after it can be repeated."""
+        """Note that it broke off; a replay cannot repeat anything after it."""
 
 
 RECORDED: set[str] = set()
-"""Operations of a ledger that a journal may hold."""
+"""Names of the operations of a ledger that a journal may hold."""
 
 
 def recorded(operation: Callable[Concatenate[Ledger, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """Mark an operation of `Ledger` as one that decides: the recorder of the ledger, if it has one, hears of it."""
+    """Mark an operation of `Ledger` that decides; each call of it is reported to the ledger's recorder, if any."""
     name = operation.__name__
     parameters = list(inspect.signature(operation).parameters.values())[1:]
     names = [parameter.name for parameter in parameters]
@@ -101,8 +101,8 @@ class Ledger:
 
     Attributes:
         active, kept: the active and inactive address spaces of each pool, in pool order.
-        unsettled: the operation whose writes have begun and whose end no store has confirmed; "" otherwise.
-        recorder: hears of each operation; None where no journal is kept.
+        unsettled: the operation whose writes have begun and whose end the store has not confirmed; "" otherwise.
+        recorder: None without a journal.
     """
 
     def __init__(self, config: StoreConfig, store_id: int = 0) -> None:
@@ -131,12 +131,12 @@ class Ledger:
 
     @recorded
     def prepare_activation(self, target: ActivationTarget) -> Transaction | Refusal:
-        """Claim what a target takes in every pool; the answer says what is to be copied and published.  (C10.2)"""
+        """Claim the pages of a target in every pool; the answer lists the copies and the tables to publish.  (C10.2)"""
         plan = self.transactions.explain(target)
         if not isinstance(plan, ActivationPlan):
             return plan
         for part in plan.pools:
-            if part.restored_pages and target.source is not None:  # the row could not read what lies on the Host alone
+            if part.restored_pages and target.source is not None:  # the row reads Device replicas only
                 kept = self.kept[part.pool]
                 kept.pages.require_on_device(f"activation from {target.source}",
                                              kept.by_number[target.source.number].members)
@@ -145,7 +145,7 @@ class Ledger:
 
     @recorded
     def prepare_snapshot(self, sequence: Sequence, state: object = None) -> Transaction | Refusal:
-        """Claim the pages of a checkpoint's copied tails; the answer says what is to be copied.  (C10.6)"""
+        """Claim the pages of a checkpoint's copied tails; the answer lists the copies.  (C10.6)"""
         self._require_boundary(sequence, "snapshot")
         self._require_resumable(sequence, "a snapshot")
         plans = self.transactions.explain_snapshot(sequence)
@@ -172,12 +172,12 @@ class Ledger:
         return self.transactions.commit_snapshot(transaction)
 
     def try_activate(self, target: ActivationTarget) -> Sequence | Refusal:
-        """Prepare and commit, for a caller without a device, who has no bytes to copy.  (C10.2, C10.9)"""
+        """Prepare and commit, for a caller without a device, which has no bytes to copy.  (C10.2, C10.9)"""
         transaction = self.prepare_activation(target)
         return transaction if isinstance(transaction, Refusal) else self.commit_activation(transaction)
 
     def try_snapshot(self, sequence: Sequence, state: object = None) -> Continuation | Refusal:
-        """Prepare and commit, for a caller without a device, who has no bytes to copy.  (C10.6)"""
+        """Prepare and commit, for a caller without a device, which has no bytes to copy.  (C10.6)"""
         transaction = self.prepare_snapshot(sequence, state)
         return transaction if isinstance(transaction, Refusal) else self.commit_snapshot(transaction)
 
@@ -188,7 +188,7 @@ class Ledger:
         self.unsettled = "the abort of an activation or a snapshot"
         self.transactions.abort(transaction)
 
-    # ---- the end of a sequence --------------------------------------------------------------------
+    # ---- ending a sequence ------------------------------------------------------------------------
 
     @recorded
     def finish(self, sequence: Sequence, retain: bool = False, state: object = None) -> Continuation | None:
@@ -231,7 +231,7 @@ class Ledger:
 
     @recorded
     def release(self, continuation: Continuation) -> None:
-        """Give up every membership of a continuation; a page is freed with its last reference.  (C9.8)"""
+        """Give up every membership of a continuation; free the pages that nobody references any more.  (C9.8)"""
         number = self.continuations.require_idle(continuation, "release")
         self.continuations.require_unpinned(number, f"release of {continuation}")
         self.unsettled = "release"
@@ -290,10 +290,9 @@ class Ledger:
 
     @recorded
     def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[Submission, PoolSlices]:
-        """Map what a unit may write in each named pool, and freeze its rows.  (C9.4, C12.1)
+        """Map the pages that a unit may write in each named pool, and freeze its rows.  (C9.4, C12.1)
 
-        Returns:
-            The unit and, for each pool in which a row crossed a page, the slices to publish first.
+        The second answer has the slices to publish before the launches, for each pool in which a row crossed a page.
         """
         self._require_batch(batch)
         self.units.require_thawed(batch.rows_mask, "a unit")
@@ -301,9 +300,9 @@ class Ledger:
             raise MisuseError("a unit that writes nothing", expected="columns for at least one pool", got="none",
                               remedy="name the pools the unit writes", clause="C9.4")
         written, ends = {}, {}
-        for pool, given in columns.items():
+        for pool, pool_columns in columns.items():
             spaces = self.active_in(pool)
-            written[pool] = entry = self._entry_columns(batch, pool, given)
+            written[pool] = entry = self._entry_columns(batch, pool, pool_columns)
             ends[pool] = pool_ends = spaces.committed_end + entry.by_row
             if spaces.has_row_beyond_writable(pool_ends):
                 self._require_positions(batch, pool, entry)
@@ -331,7 +330,7 @@ class Ledger:
         if accepted is None:
             columns = {pool: entry.by_row for pool, entry in unit.written.items()}
         else:
-            columns = {pool: self._accepted_by_row(unit, pool, given) for pool, given in accepted.items()}
+            columns = {pool: self._accepted_by_row(unit, pool, counts) for pool, counts in accepted.items()}
         self.unsettled = "commit"
         for pool, by_row in columns.items():
             self.active[pool].commit(by_row)
@@ -339,7 +338,7 @@ class Ledger:
 
     @recorded
     def fail_unit(self, unit: Submission) -> None:
-        """End a unit without a commit: what it wrote stays invisible.  (C9.5)"""
+        """End a unit without a commit: no frontier moves, so nobody reads its columns.  (C9.5)"""
         self.units.require_open(unit, "fail")
         self._require_endable(unit, "fail")
         self.unsettled = "fail"
@@ -349,7 +348,7 @@ class Ledger:
 
     @recorded
     def begin_round(self, batch: Batch) -> list[Sequence]:
-        """Extend the leases of a batch that are nearly used up; return those it could not, in batch order.  (C9.2)"""
+        """Extend the leases of a batch that are nearly used up; return the sequences that got no extension.  (C9.2)"""
         self._require_batch(batch)
         self.units.require_thawed(batch.rows_mask, "begin_round")
         if not self.growth.is_on:
@@ -379,17 +378,13 @@ class Ledger:
 
     @recorded
     def trim(self, batch: Batch, pool: str, provisional: Columns = 0) -> int:
-        """Return trailing pages beyond max(committed, committed + provisional) to their reservation.  (C9.6)
-
-        Returns:
-            How many pages were trimmed.
-        """
+        """Return pages beyond committed + provisional columns to their reservation, and return how many.  (C9.6)"""
         self._require_batch(batch)
         spaces = self.active_in(pool)
         self.units.require_thawed(batch.rows_mask, "trim", pool)
         columns = column_counts("provisional columns", len(batch), provisional)
         keep_tokens = np.full(self.config.max_concurrency, KEEP_ALL, np.int32)
-        # The sum may pass 2^31 - 64, and trim rounds it up to a page: it is bounded in 64-bit first.
+        # The sum may exceed 2^31 - 64, and `trailing_pages` rounds it up to a page: so it is limited in 64 bits first.
         keep_tokens[batch.rows] = np.minimum(spaces.committed_end[batch.rows].astype(np.int64) + columns, KEEP_ALL)
         slices = spaces.trailing_pages(keep_tokens)
         if slices is None:
@@ -444,7 +439,7 @@ class Ledger:
         self.units.require_thawed(1 << sequence.row, operation)
 
     def _require_resumable(self, sequence: Sequence, what: str) -> None:
-        """Refuse to keep what no sequence can go on from: nothing in Main, or a backend that leads it.  (C13.2)"""
+        """Refuse to retain a sequence without tokens in Main, or with a backend's frontier beyond Main's.  (C13.2)"""
         main = self.active["main"].committed_end.item(sequence.row)
         if not main:
             raise MisuseError(f"{what} of {sequence}", expected="at least 1 committed token of Main", got="none",
@@ -457,7 +452,7 @@ class Ledger:
                                   clause="C13.2")
 
     def _require_endable(self, unit: Submission, operation: str) -> None:
-        """Refuse to end a unit whose aborted sequences cannot end with it.  (C7.4, C12.4)"""
+        """Refuse to end a unit while a copy uses a page of a sequence that ends with it.  (C7.4, C12.4)"""
         for row in unit.rows.tolist() if self._aborting else ():
             if row in self._aborting:
                 self._require_unpinned(self._aborting[row], f"{operation} of {unit.label}, and with it abort")
@@ -480,13 +475,13 @@ class Ledger:
             batch.stamp = self.sequences.stamp
 
     def _entry_columns(self, batch: Batch, pool: str, columns: Columns) -> EntryColumns:
-        """Return the columns of batch entries, and spread over rows; kept where one number serves all entries."""
+        """Return the columns of batch entries, and spread over rows; cached if all entries write the same number."""
         is_uniform = type(columns) is int
         if is_uniform and columns in batch.by_width:
             return batch.by_width[columns]  # type: ignore[index]
         counts = column_counts(f"columns of a unit in pool {pool}", len(batch), columns)
         entry = EntryColumns(counts, self.active[pool].by_row(batch.rows, counts))
-        counts.setflags(write=False)  # a caller sees them, and the commit of the unit trusts them
+        counts.setflags(write=False)  # a caller sees them, and `commit_unit` compares with them
         entry.by_row.setflags(write=False)
         if is_uniform and columns <= VERIFY_WIDTH_MAX:  # type: ignore[operator]
             batch.by_width[columns] = entry  # type: ignore[index]

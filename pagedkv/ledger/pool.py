@@ -10,14 +10,14 @@ Life of a page group id:
     capacity = allocated + reserved + available                        always (C6.2)
     reserved = promised (no id yet) + bound (an id, unmapped)          (C6.5)
 
-`try_reserve` promises a number of pages.  `bind` names their ids ahead of need, in windows, for locality: a bound id
-still counts as reserved and is nobody's lease.  `materialize` and `dematerialize` move pages between reserved and
-allocated, and never change what others can take.  Only `shrink` and `release` give pages back.  An id has a serial
-while it is bound or leased.  A lease remembers the serial, and every release and dematerialize renews it, so a lease
-that was given up is stale (C6.1).
+`try_reserve` promises a number of pages.  `bind` chooses ids for them before they are needed, a window at a time, so
+that they are adjacent: a bound id still counts as reserved, and it is no lease.  `materialize` and `dematerialize` move
+pages between reserved and allocated, and never change `available`.  Only `shrink` and `release` make pages available.
+An id has a serial while it is bound or leased.  A lease holds the serial; release and dematerialize change it, so a
+lease that was given up is stale (C6.1).
 
 A pool knows no profile, no plane, no sequence and no device (C4.3).  `active_spaces.py` and `kept_spaces.py` know which
-space maps which id; they and `transaction.py` alone call the methods below, with arguments that they have checked.
+space maps which id.  They and `transaction.py` alone call the methods below, with arguments that they have checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DevicePageLease:
 
 
 class PagePool:
-    """Counters, free ids and serials of one pool; written by the methods below alone.
+    """Counters, free ids and serials of one pool; the methods below alone write them.
 
     Attributes:
         capacity: page groups, ids 0 to capacity - 1; fixed.
@@ -60,7 +60,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that anyone may still reserve."""
+        """Pages that are neither allocated nor reserved."""
         return self.capacity - self.allocated - self.reserved
 
     @property
@@ -69,7 +69,7 @@ class PagePool:
         return self.reserved - self.bound
 
     def try_reserve(self, pages: int) -> bool:
-        """Promise page groups; False, and nothing changed, when fewer are available.  (C6.2)"""
+        """Promise page groups; if fewer are available, return False and change nothing.  (C6.2)"""
         assert pages >= 0, f"pool {self.name}: a reservation of {pages} pages"
         if pages > self.available:
             return False
@@ -77,12 +77,12 @@ class PagePool:
         return True
 
     def shrink(self, pages: int) -> None:
-        """Give promised pages back to available.  (C6.2)"""
+        """Make promised pages available again.  (C6.2)"""
         assert 0 <= pages <= self.promised, f"pool {self.name}: a shrink by {pages} of {self.promised} promised pages"
         self.reserved -= pages
 
     def bind(self, pages: int, after: int = -1) -> Ids:
-        """Name ids for promised pages, next to id `after` when possible; they stay reserved.  (C6.5)"""
+        """Choose ids for promised pages, next to id `after` if possible; the pages stay reserved.  (C6.5)"""
         assert 0 <= pages <= self.promised, f"pool {self.name}: {pages} bound of {self.promised} promised pages"
         ids = self.free_runs.take(pages, after)
         self.bound += pages
@@ -102,7 +102,7 @@ class PagePool:
         self.allocated += pages
 
     def dematerialize(self, ids: Ids) -> None:
-        """Turn leases back into bound ids of the same reservation; their handles become stale.  (C6.2)"""
+        """Turn leases back into bound ids of the same reservation; the leases become stale.  (C6.2)"""
         assert ids.size <= self.allocated, f"pool {self.name}: {ids.size} dematerialized of {self.allocated} leases"
         self.allocated -= ids.size
         self.bound += ids.size
@@ -110,7 +110,7 @@ class PagePool:
         self.renew(ids)
 
     def release(self, ids: Ids, *, leased: int) -> None:
-        """Give distinct ids back to available; the first `leased` counted as leases, the others as bound (S25, S35)."""
+        """Make distinct ids available; `leased` of them count as leases, the others as bound (S25, S35)."""
         bound = ids.size - leased
         assert 0 <= leased <= self.allocated, f"pool {self.name}: {leased} released of {self.allocated} leases"
         assert 0 <= bound <= self.bound, f"pool {self.name}: {bound} released of {self.bound} bound pages"
@@ -126,7 +126,7 @@ class PagePool:
         self.free_runs.give(at)
 
     def renew(self, ids: Ids) -> None:
-        """Give ids fresh serials, so that earlier handles of them are stale.  (C6.1)"""
+        """Give ids new serials, so that their earlier leases are stale.  (C6.1)"""
         self.serials[self.free_runs.index_of(ids)] = np.arange(self._serial_next, self._serial_next + ids.size)
         self._serial_next += ids.size
 

@@ -4,12 +4,12 @@ A sequence bundles one address space per enabled pool (C10.1).  Its life:
 
     activate   reserve in every pool, lease an execution row      all or nothing (C10.2), `transaction.py`
     units      map, publish, launch, commit, trim                 per pool (C9.9)
-    finish     trim, give up reservation and row, then retain     at a boundary (C9.8), `ledger.py`
+    finish     trim, give up reservation and row, then retain     between units (C9.8), `ledger.py`
                or release the pages
 
-An execution row is leased in every pool's table at once, so one number selects the sequence in all of them.  The row
-owns no page, no reservation and no frontier (C9.7).  Handles carry the row's serial: a handle that outlived its
-sequence is refused.
+A sequence leases the same execution row in every pool's table, so one number selects the sequence in all of them.  The
+row owns no page, no reservation and no frontier (C9.7).  A handle carries the serial of its sequence, so a stale handle
+is refused.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Sequences:
 
     Attributes:
         serials: (C,) int64, serial of the sequence that holds a row, 0 while it is free.
-        budget_tokens: (C,) int32, tokens that sequence may hold: what came from a source, prompt and output.
-        stamp: changes whenever a row is leased or returned; batches revalidate only then.  No two stores share a value,
-            so a batch of another store is revalidated too, and refused.
+        budget_tokens: (C,) int32, tokens that the sequence may hold: source, prompt and output.
+        stamp: changes whenever a sequence begins or ends; a batch checks its handles again only after that.  No two
+            stores share a value, so the handles of another store's batch are checked too, and refused.
 
-    They are written by `publish` and `end` alone.
+    `publish` and `end` alone write them.
     """
 
     def __init__(self, rows: int, store_id: int) -> None:
@@ -80,7 +80,7 @@ class Sequences:
         self._free_rows.sort(reverse=True)
 
     def publish(self, row: int, budget_tokens: int) -> Sequence:
-        """Let a leased row be an active sequence.  (C10.3)"""
+        """Turn a leased row into an active sequence.  (C10.3)"""
         serial = self._serial_next
         self._serial_next = serial + 1
         self.serials[row] = serial
@@ -96,7 +96,7 @@ class Sequences:
         self.stamp += 1
 
     def require_current(self, sequence: Sequence) -> None:
-        """Refuse a handle of another store or of a sequence that has ended.  (C10.1)"""
+        """Refuse a handle of another store, or of a sequence that has ended.  (C10.1)"""
         if not isinstance(sequence, Sequence):
             raise MisuseError("a handle", expected="the Sequence that activate returned", got=repr(sequence),
                               remedy="pass the handle; try_activate may have answered with a Refusal", clause="C10.1")

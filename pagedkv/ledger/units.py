@@ -1,4 +1,4 @@
-"""Units: what a submitted unit freezes until it completes.  (C12)
+"""Units: a unit in flight freezes its rows until it ends.  (C12)
 
 Life of a unit:
 
@@ -6,8 +6,8 @@ Life of a unit:
       pages mapped, slices published,          frontiers advance (C9.5) | stay
       rows frozen: no trim, truncate, finish   rows are thawed
 
-From `begin` on, the table entries, memberships and pages of the block range that the unit may read or write do not
-change (C12.1).  Rows in flight are bits of one integer, so asking for them is a single AND.  One unit at a time selects
+While a unit is in flight, the table entries, memberships and pages of the blocks that it may read or write do not
+change (C12.1).  Rows in flight are bits of one integer, so one AND finds a frozen row.  At most one unit selects
 a row.
 """
 
@@ -26,8 +26,8 @@ from pagedkv.ledger.batch import Batch, EntryColumns
 class Submission:
     """One unit in flight: its rows in batch order and the columns that it may write in each pool.
 
-    Made by `Store.begin_unit`.  `columns[pool]` is (B,) int32: what entry b may write, from
-    `first_positions[pool][b]` on.  `is_open` is written by `Units` alone.
+    Made by `Store.begin_unit`.  `columns[pool]` is (B,) int32: how many columns entry b may write, from
+    `first_positions[pool][b]` on.  `Units` alone writes `is_open`.
     """
 
     number: int
@@ -53,7 +53,7 @@ class Units:
     """The units in flight of one store.
 
     Attributes:
-        rows_in_flight: rows that a unit selects, as bits of one integer; written by `begin` and `end` alone.
+        rows_in_flight: rows that a unit selects, as bits of one integer; `begin` and `end` alone write it.
         in_flight: the units, in the order of their begin; likewise.
     """
 
@@ -66,7 +66,7 @@ class Units:
         self, name: str, batch: Batch, written: dict[str, EntryColumns],
         first_positions: dict[str, npt.NDArray[np.int32]],
     ) -> Submission:
-        """Freeze the rows for a new unit; the caller asked `require_thawed` first."""
+        """Freeze the rows for a new unit; the caller has called `require_thawed`."""
         assert not self.rows_in_flight & batch.rows_mask, "a row in flight is selected again"
         unit = Submission(self._number_next, name, batch.rows, batch.rows_mask, written, first_positions)
         self._number_next += 1
@@ -81,7 +81,7 @@ class Units:
         unit.is_open = False
 
     def require_open(self, unit: Submission, operation: str) -> None:
-        """Refuse a unit that was ended already, or that belongs to another store.  (C12.3)"""
+        """Refuse a unit that has ended, or that belongs to another store.  (C12.3)"""
         if not isinstance(unit, Submission):
             raise MisuseError(operation, expected="the unit that begin_unit returned", got=repr(unit),
                               remedy="keep the unit until its commit", clause="C12.3")
@@ -90,7 +90,7 @@ class Units:
                               got="one that has ended", remedy="end each unit exactly once", clause="C12.3")
 
     def require_thawed(self, rows_mask: int, operation: str, pool: str = "main") -> None:
-        """Refuse an operation on rows that a unit in flight selects; names the first such row and its unit.  (C12.2)"""
+        """Refuse an operation on rows that a unit in flight selects; the error names the first such row.  (C12.2)"""
         frozen = self.rows_in_flight & rows_mask
         if not frozen:
             return
