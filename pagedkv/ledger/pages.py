@@ -1,20 +1,20 @@
-"""LogicalPages: the identity of page content, apart from where its bytes lie.  (C7)
+"""LogicalPages: the identity of page content, independent of the place of its bytes.  (C7)
 
-An address space's membership is an ordered list of logical pages, never of physical ids: content keeps its identity
-while replicas come and go (C16.5).  There are as many descriptors as Device and Host pages together.  A descriptor is
-one entry of each of these columns:
+An address space's membership is an ordered list of logical pages, not of physical ids: content keeps its identity when
+its replicas change (C16.5).  There are as many descriptors as Device and Host pages together.  A descriptor is one
+entry of each of these columns:
 
     serial         int64   generation of the descriptor; 0 while it is free
     content        int64   content epoch: advances when materialized and when committed columns are withdrawn
     committed      int32   committed columns 0..64; derived from the row's frontier while the page has a writer
-    protected      int32   columns 0..64 that an inactive space protects: the maximum over them (C7.8)
+    protected      int32   protected columns 0..64: the maximum over the inactive spaces (C7.8)
     protectors     int32   inactive spaces that protect all 64 columns
     references     int32   address spaces that hold it
-    active         int32   those of them that are active
+    active         int32   active address spaces that hold it
     writer         int32   execution row that may append, or -1; a writer implies one reference (C7.5)
     device         int32   page group id of the Device replica, or -1
     host           int32   host page id of the Host replica, or -1
-    block          int32   logical block at which every space holds it, or -1
+    block          int32   logical block, the same in every space that holds it, or -1
     pins           int32   transactions and transfers that read it, or fill it (C7.4)
     host_content   int64   content epoch of the Host replica
     host_columns   int32   columns that the Host replica covers
@@ -29,13 +29,12 @@ Life of a descriptor:
 Placements (C7.3): device only, host only, both.  A page without a Device replica may be held, shared by inactive
 spaces, protected and released; it cannot be written, copied, cut inside or activated.
 
-Columns are written in slices: for private pages once per window of bound pages, not once per step.  Whether a bound
-page is a member already follows from its writer's `mapped_end` (C6.5, C7 preamble).
+A method writes slices of columns: for private pages once per window of bound pages, not once per step.  A bound page is
+a member if it lies below its writer's `mapped_end` (C6.5, C7 preamble).
 
 Methods assert their preconditions over all pages before they write.  `logical` is always (n,) int32, distinct
-descriptors, or the index that `index_of` made of them; a caller of several methods makes that index once.  A
-precondition bounds the least or the greatest value of a column: finding that takes 0.5 us for 64 pages, where comparing
-and asking `all` takes 2.2.
+descriptors, or their index from `index_of`; a caller of several methods computes that index once.  A precondition
+compares the least or the greatest value of a column: that takes 0.5 us for 64 pages, and `(column >= least).all()` 2.2.
 """
 
 from __future__ import annotations
@@ -71,9 +70,7 @@ def at_most(values: Columns, most: int) -> bool:
 
 
 class LogicalPages:
-    """Descriptors of one pool as columns; index order means nothing.
-
-    Written by the methods below alone.
+    """Descriptors of one pool as columns; their order has no meaning.  The methods below alone write them.
 
     Args:
         device_pages, host_pages: page groups of the pool, and host pages that it may hold.
@@ -105,10 +102,7 @@ class LogicalPages:
     # ---- private pages ----------------------------------------------------------------------------
 
     def describe(self, page_ids: Ids, *, writer: int, first_block: int, after: int = -1) -> Ids:
-        """Take descriptors for pages that row `writer` will map from `first_block` on.  (C7.5)
-
-        Their content epoch is the one that they show once materialized (C7.6).
-        """
+        """Take descriptors, with new content epochs, for pages that row `writer` will map from a block on.  (C7.5)"""
         logical, at = self._take(page_ids, first_block, after)
         self.references[at] = 1
         self.active[at] = 1
@@ -116,35 +110,35 @@ class LogicalPages:
         return logical
 
     def index_of(self, logical: Pages) -> Index:
-        """Return descriptors as the columns' fastest index."""
+        """Return descriptors as a fast index of the columns."""
         return self.free_runs.index_of(logical)
 
     def page_ids(self, logical: Pages) -> Ids:
-        """Return a copy of the page group ids of Device replicas, -1 where there is none."""
+        """Return a copy of the page group ids, -1 without a Device replica."""
         at = self.free_runs.index_of(logical)
         page_ids: Ids = self.device[at]
         return page_ids.copy() if isinstance(at, slice) else page_ids
 
     def renew(self, logical: Pages) -> None:
-        """Begin a new life of descriptors: earlier handles are stale, the content is another.  (C7.3, C7.6)"""
+        """Give descriptors new serials and content epochs.  (C7.3, C7.6)"""
         at = self.free_runs.index_of(logical)
         self.serial[at] = self._stamps(count_of(at))
         self.renew_content(at)
 
     def renew_content(self, logical: Pages) -> None:
-        """Advance the content epoch: other bytes will lie here from now on.  (C7.6)"""
+        """Give descriptors new content epochs: their bytes change from now on.  (C7.6)"""
         at = self.free_runs.index_of(logical)
         self.content[at] = self._stamps(count_of(at))
 
     def recycle(self, logical: Pages) -> None:
-        """Free descriptors without pins, and end their generation.  (C7.3)"""
+        """Free descriptors, which have no pins.  (C7.3)"""
         at = self.free_runs.index_of(logical)
         self.serial[at] = 0
         self._columns[:, at] = _FREE
         self.free_runs.give(at)
 
     def freeze(self, logical: Pages, committed: int) -> None:
-        """Take the writer away: the pages hold `committed` columns from now on.  (C7.5, C10.6)"""
+        """Remove the writer, and set the committed columns.  (C7.5, C10.6)"""
         at = self.free_runs.index_of(logical)
         assert at_least(self.writer[at], 0), self._state("freezing", at)
         assert 0 <= committed <= PAGE_TOKENS, f"{committed} columns in a page"
@@ -152,7 +146,7 @@ class LogicalPages:
         self.committed[at] = committed
 
     def thaw(self, logical: Pages, writer: int) -> None:
-        """Let row `writer` append to pages of one space, or cut them.  (C7.5, C10.4)"""
+        """Set row `writer` as the writer of pages that one space holds.  (C7.5, C10.4)"""
         at = self.free_runs.index_of(logical)
         assert at_most(self.writer[at], NO_WRITER), self._state("a second writer", at)
         assert self._are_private(at), self._state("a writer of shared pages", at)
@@ -198,8 +192,7 @@ class LogicalPages:
     def release(self, logical: Pages) -> Ids:
         """Drop one inactive reference of each page, and free descriptors without a reference.  (C7.3, C9.8)
 
-        Returns:
-            The page group ids of freed descriptors in the order given, -1 where there was no Device replica.
+        Returns the page group ids of the freed descriptors in order, -1 for one without a Device replica.
         """
         at = self.free_runs.index_of(logical)
         assert at_least(self.references[at] - self.active[at], 1), self._state("releasing", at)
@@ -219,7 +212,7 @@ class LogicalPages:
     # ---- protection and content -------------------------------------------------------------------
 
     def raise_protection(self, logical: Pages, before: Columns, columns: Columns) -> None:
-        """Let one inactive space protect `columns` of each page instead of `before`, which is less.  (C7.8)"""
+        """Raise the columns that one inactive space protects of each page, from `before` to `columns`.  (C7.8)"""
         at = self.free_runs.index_of(logical)
         assert at_most(self.writer[at], NO_WRITER), self._state("protecting pages with a writer", at)
         assert at_least(columns - before, 0), self._state("raising protection", at)
@@ -228,7 +221,7 @@ class LogicalPages:
         self.protected[at] = np.maximum(self.protected[at], columns)
 
     def lower_protection(self, logical: Pages, before: Columns, most: Columns) -> None:
-        """Let one inactive space protect less than `before`; `most` is what any space protects partly now.  (C7.8)"""
+        """Lower what one inactive space protects from `before`; `most` is the new maximum over partial ones.  (C7.8)"""
         at = self.free_runs.index_of(logical)
         left = self.protectors[at] - (before >> PAGE_SHIFT)
         assert at_least(left, 0), self._state("lowering protection", at)
@@ -237,7 +230,7 @@ class LogicalPages:
         self.protected[at] = np.maximum(np.minimum(left, _ONE) << PAGE_SHIFT, most)
 
     def withdraw(self, logical: Pages, columns: int) -> None:
-        """Cut committed columns of pages of one space without a writer: other content from now on.  (C7.6, C9.10)"""
+        """Cut pages of one space to `columns` committed columns; a page that loses some gets a new epoch.  (C9.10)"""
         at = self.free_runs.index_of(logical)
         committed = self.committed[at]
         assert at_most(self.writer[at], NO_WRITER), self._state("a cut of pages with a writer", at)
@@ -252,7 +245,7 @@ class LogicalPages:
     # ---- copies and pins --------------------------------------------------------------------------
 
     def describe_copy(self, page_ids: Ids, *, block: int, columns: int, after: int = -1) -> Ids:
-        """Take descriptors that a copy of `columns` committed columns will fill; pinned until it ends.  (C7.4)"""
+        """Take descriptors for a copy of `columns` committed columns, pinned until the copy ends.  (C7.4)"""
         assert 1 <= columns <= PAGE_TOKENS, f"a copy of {columns} columns"
         logical, at = self._take(page_ids, block, after)
         self.committed[at] = columns
@@ -270,14 +263,14 @@ class LogicalPages:
         self.writer[at] = writer
 
     def abort_copy(self, logical: Pages) -> None:
-        """Free descriptors whose copy did not end well.  (C7.4, C10.2)"""
+        """Free descriptors whose copy failed or was given up.  (C7.4, C10.2)"""
         at = self.free_runs.index_of(logical)
         self._require_filled("aborting a copy", at)
         self._unpin(at)
         self.recycle(at)
 
     def pin(self, logical: Pages) -> None:
-        """Hold pages of some space while a copy reads them: they are not released, cut or written.  (C7.4)"""
+        """Pin pages that a copy reads: nobody may release, cut or write them.  (C7.4)"""
         at = self.free_runs.index_of(logical)
         assert at_least(self.references[at], 1), self._state("pinning pages that nobody holds", at)
         self.pins[at] += _ONE
@@ -293,7 +286,7 @@ class LogicalPages:
     # ---- replicas ---------------------------------------------------------------------------------
 
     def add_host(self, logical: Pages, host_pages: Ids, columns: Columns) -> None:
-        """Note Host replicas that hold `columns` of the present content.  (C7.2, C7.6)"""
+        """Note Host replicas with `columns` of the present content.  (C7.2, C7.6)"""
         at = self.free_runs.index_of(logical)
         assert at_most(self.host[at], -1), self._state("a second Host replica", at)
         self.host[at] = host_pages
@@ -329,9 +322,9 @@ class LogicalPages:
     # ---- refusals ---------------------------------------------------------------------------------
 
     def require_unpinned(self, what: str, logical: Pages) -> None:
-        """Refuse pages that a copy reads or fills, unless another space holds them meanwhile.  (C7.4)
+        """Refuse pages that a copy reads or fills.  (C7.4)
 
-        Of a shared page one reference may be dropped: the owner of the pin claims a space that holds it.
+        A page with several references is not refused: another space that holds it is claimed by the owner of the pin.
         """
         if self.pins_total:
             at = self.free_runs.index_of(logical)
@@ -363,7 +356,7 @@ class LogicalPages:
 
     def _drop_reference(self, at: Index) -> Ids:
         left = self.references[at] - _ONE
-        if not left.size or lowest(left):  # no value is negative, and mostly all or none is 0
+        if not left.size or lowest(left):  # no value is negative; mostly all are 0, or none is
             self.references[at] = left
             return _NO_IDS
         freed = self._where(at, left == 0) if highest(left) else at
@@ -393,7 +386,7 @@ class LogicalPages:
         return at_least(references, 1) and at_most(references, 1)
 
     def _host_is_valid(self, at: Index) -> bool:
-        """Say whether each page has a Host replica of its content that covers its committed columns.  (C7.2)"""
+        """Say whether each page's Host replica has its content and covers its committed columns.  (C7.2)"""
         is_covered = at_least(self.host[at], 0) and at_least(self.host_columns[at] - self.committed[at], 0)
         return is_covered and bool((self.host_content[at] == self.content[at]).all())
 
@@ -420,7 +413,7 @@ class LogicalPages:
         )
 
     def _refuse(self, what: str, at: Index, holds: Mask, expected: str, remedy: str, clause: str) -> None:
-        """Refuse an operation unless the condition holds for every page; names the first page that fails."""
+        """Refuse an operation unless the condition holds for every page; the error names the first other page."""
         if not holds.all():
             first = int(holds.argmin())
             page = at.start + first if isinstance(at, slice) else int(at[first])

@@ -1,14 +1,14 @@
 """Transactions: from a target to a sequence, or from a sequence to a checkpoint, in all pools or in none.  (C10)
 
-    explain    what would be taken, or the Refusal                    no side effect
-    prepare    reserve in every pool, name the pages of copied        claims only: nothing can be seen, everything
-               tails, lease a row                                     can be given back
-    (device)   copy the committed columns of tails, publish the       the store's work: copies, then tables
+    explain    return the plan, or the Refusal                        no side effect
+    prepare    reserve in every pool, bind the pages of copied        claims only: nobody sees them, and `abort` can
+               tails, lease a row                                     give all of them back
+    (device)   copy the committed columns of tails, publish the       the store does this: copies, then tables
                row's whole membership in every pool
-    commit     Move, Fork or share memberships, publish the result    cannot fail for room
-    abort      give every claim back                                  the source is as it was
+    commit     move or share memberships, publish the result          needs no further room
+    abort      give every claim back                                  the source is unchanged
 
-What happens to each page of a space with frontier f, full = f / 64 and tail = f % 64 columns:
+For a space with frontier f, full = f / 64 pages and tail = f % 64 columns:
 
                          block < full             block = full, tail > 0               beyond
     Fork (source kept)   one reference more       copied into a private page           -
@@ -17,8 +17,8 @@ What happens to each page of a space with frontier f, full = f / 64 and tail = f
     Snapshot             frozen, one reference    copied into a page of the            - (refused: provisional)
                          more                     checkpoint; the row keeps its own
 
-So a snapshot changes no table entry of the running sequence, and an aligned frontier copies nothing (C10.6).  Every
-pool follows its own frontier: none is derived from another (C9.9).
+So a snapshot changes no table entry of the running sequence, and an aligned frontier copies nothing (C10.6).  Each pool
+has its own frontier, which is not derived from another pool's (C9.9).
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _NO_IDS: Ids = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class ActivationTarget:
-    """What a sequence is to be able to hold, in tokens, and where it begins.  (C9.2, C10.7)
+    """The token budget of a sequence to activate, and its source.  (C9.2, C10.7)
 
     Args:
-        prompt_tokens: tokens that will be written before the first is sampled; at least 1 without a source.
+        prompt_tokens: tokens to write before the first is sampled; at least 1 without a source.
         output_tokens: tokens that may be sampled.
-        source: a retained continuation to go on from; None starts from nothing.
-        frontier: how much of the source: None is all that is committed in each pool, a number is Main's, which is
-            all there is without a backend, and a mapping names every pool (C9.9).
-        keep_source: True leaves the source as it is (Fork), False turns it into the sequence (Move).  A Move ends the
-            source's protection, so `frontier` may lie below it then (C7.8).
+        source: the retained continuation from which the sequence starts; None starts at position 0.
+        frontier: the tokens to take from the source.  None takes all committed tokens of each pool.  A number is for
+            Main, and needs a store without a backend.  A mapping names every pool (C9.9).
+        keep_source: True leaves the source unchanged (Fork), False turns it into the sequence (Move).  A Move ends the
+            source's protection, so its `frontier` may be below the protected one (C7.8).
 
     Raises:
-        MisuseError: counts that are no integers or too small, or a frontier without a source.  More than S together
-            is an answer of `explain`, not an error.
+        MisuseError: counts that are no integers or too small, or a frontier without a source.  For more than S tokens
+            together `explain` returns a Refusal.
     """
 
     prompt_tokens: int
@@ -84,7 +84,7 @@ class ActivationTarget:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and whole output budget, behind what comes from the source."""
+        """Prompt and output tokens, without the tokens from the source."""
         return self.prompt_tokens + self.output_tokens
 
     def _refuse_count(self, name: str, value: object, low: int) -> None:
@@ -98,9 +98,9 @@ class Refusal:
 
     Attributes:
         pool: the pool that lacks pages, or "rows" when every execution row is leased.
-        needed: pages (or rows) that it takes; the mapped provisional pages where they are the reason.
-        available: pages (or rows) that are free now; the ceiling itself when `forever`.
-        forever: whether waiting cannot help, because the target exceeds what a sequence may reach.
+        needed: pages (or rows) that it needs; the mapped provisional pages if they are the reason.
+        available: pages (or rows) that are free now; the most that a sequence may have if `forever`.
+        forever: whether waiting cannot help, because the target exceeds the most that a sequence may have.
         reason: "context" (more than S tokens), "rows", "pages", or "provisional" (trim first).
     """
 
@@ -112,14 +112,14 @@ class Refusal:
 
 
 class PoolPlan(NamedTuple):
-    """What an activation takes in one pool; a tuple, because a frozen dataclass costs 1.1 us instead of 0.3.
+    """The pages of an activation in one pool; a tuple, because a frozen dataclass costs 1.1 us instead of 0.3.
 
     Attributes:
         pool: its name.
         entitlement_pages: membership and reservation together (C9.1).
         frontier: committed tokens at the start.
         kept_pages: pages of the source that become members, shared or moved.
-        copied_columns: columns of a partial tail that are copied into a private page; 0 where nothing is copied.
+        copied_columns: columns of a partial tail that are copied into a private page; 0 without a copy.
         claimed_pages: pages that leave available.
         released_pages: pages of a moved source that come back to available.
         restored_pages: source pages below the frontier without a Device replica; each claims a page group too (C7.3).
@@ -136,7 +136,7 @@ class PoolPlan(NamedTuple):
 
 
 class ActivationPlan(NamedTuple):
-    """What an activation would take: in each pool, in pool order, and an execution row.  (C10.9)"""
+    """The plan of an activation: its row, and its pages in each pool, in pool order.  (C10.9)"""
 
     kind: Kind
     row: int
@@ -159,7 +159,7 @@ class TailCopy:
 
 
 class TailClaim(NamedTuple):
-    """A copied tail in one pool, (1,) int32 each: the pinned page, the descriptor and the page group that it fills."""
+    """A copied tail in one pool, (1,) int32 each: the pinned source page, the new descriptor and its page group."""
 
     source: Ids
     logical: Ids
@@ -171,15 +171,15 @@ class Transaction:
     """Claims of an activation or a snapshot that is neither committed nor aborted.
 
     Attributes:
-        row: the row that is leased, or the row of the sequence that is checkpointed.
-        plans: what is taken in each pool.
+        row: the leased row, or the row of the sequence that is checkpointed.
+        plans: the plan of each pool.
         target: of an activation.
-        sequence, state: of a snapshot, and the caller's handle.
-        copies: to be executed before `tables`.
+        sequence, state: of a snapshot: the running sequence, and the caller's state.
+        copies: to execute before `tables` are published.
         tables: per pool, page group ids of the whole membership, for `row` from block 0 on; none for a snapshot.
-        reserved: per pool, pages that left available, the page of a copied tail included.
-        tails: per pool, where a tail is copied.
-        is_open: written by `Transactions` alone.
+        reserved: per pool, the reserved pages, the page of a copied tail included.
+        tails: per pool with a copied tail, its claims.
+        is_open: neither committed nor aborted; `Transactions` alone writes it.
     """
 
     row: int
@@ -195,15 +195,14 @@ class Transaction:
 
     @property
     def source(self) -> Continuation | None:
-        """The continuation that an activation goes on from."""
+        """The continuation from which an activation starts, or None."""
         return None if self.target is None else self.target.source
 
 
 class Transactions:
-    """Explains, prepares, commits and aborts; owns no state of its own.
+    """Explains, prepares, commits and aborts; owns no state.
 
-    A `prepare` or `commit` that breaks off leaves claims that nobody can name: the ledger is then unsettled
-    (`Ledger.unsettled`), and the store that holds it stops.
+    If a `prepare` or `commit` breaks off, nobody can give its claims back: `Ledger.unsettled` then latches the store.
     """
 
     def __init__(
@@ -221,7 +220,7 @@ class Transactions:
     # ---- explanations -----------------------------------------------------------------------------
 
     def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
-        """Return what an activation would take, or why it cannot be honoured; no side effects.  (C10.9)"""
+        """Return the plan of an activation, or the Refusal; no side effects.  (C10.9)"""
         if not isinstance(target, ActivationTarget):
             raise MisuseError("a target", expected="an ActivationTarget", got=repr(target),
                               remedy="pass ActivationTarget(prompt_tokens, output_tokens)", clause="C10.9")
@@ -242,7 +241,7 @@ class Transactions:
                 entitlement = self.growth.first_pages(entitlement, filled_tokens=base + target.prompt_tokens)
             plan = self._plan_pool(target, name, frontiers[name], entitlement)
             available = spaces.pool.available
-            # A tail is copied, and a page restored, before anything of a moved source is released.
+            # A tail is copied, and a page is restored, before a moved source releases its pages.
             first_needed = plan.restored_pages + (plan.copied_columns > 0)
             if plan.claimed_pages > available + plan.released_pages or first_needed > available:
                 return Refusal(name, max(plan.claimed_pages - plan.released_pages, first_needed), available,
@@ -252,7 +251,7 @@ class Transactions:
         return ActivationPlan(kind, row, tuple(plans))
 
     def explain_snapshot(self, sequence: Sequence) -> tuple[PoolPlan, ...] | Refusal:
-        """Return what a snapshot takes in each pool, or why it cannot be taken now; no side effects.  (C10.6)"""
+        """Return the plan of a snapshot in each pool, or the Refusal; no side effects.  (C10.6)"""
         for name, spaces in self.active.items():
             provisional = spaces.provisional_pages(sequence.row)
             if provisional:
@@ -269,7 +268,7 @@ class Transactions:
     # ---- claims, commits, aborts ------------------------------------------------------------------
 
     def prepare(self, target: ActivationTarget, plan: ActivationPlan) -> Transaction:
-        """Claim what an explained target takes in every pool.  (C10.2, C10.3)"""
+        """Claim the pages of a plan in every pool, and its row.  (C10.2, C10.3)"""
         transaction = Transaction(plan.row, plan.pools, target)
         source = target.source
         if source is not None:
@@ -277,7 +276,7 @@ class Transactions:
         for part in plan.pools:
             spaces = self.active[part.pool]
             pages = part.claimed_pages
-            if part.released_pages:  # what the moved source releases may pay for it, at the commit
+            if part.released_pages:  # the commit reserves the rest, once the moved source has released it
                 pages = min(pages, spaces.pool.available)
             transaction.reserved[part.pool] = pages
             granted = spaces.pool.try_reserve(pages)
@@ -308,9 +307,8 @@ class Transactions:
         return transaction
 
     def require_committable(self, transaction: Transaction, kind: Literal["activation", "snapshot"]) -> None:
-        """Refuse a second commit, a moved source that a transfer uses, a sequence that went on since.  (C7.4, C10.6)"""
-        if not isinstance(transaction, Transaction) or not transaction.is_open:
-            self.require_open(transaction, "commit")
+        """Refuse a second commit, a moved source that a copy uses, or a frontier that moved since.  (C7.4, C10.6)"""
+        self.require_open(transaction, "commit")
         target, sequence = transaction.target, transaction.sequence
         if (sequence is not None) != (kind == "snapshot"):
             raise MisuseError(f"commit of {kind}", expected="what the prepare of one returned", got="the other kind",
@@ -331,7 +329,7 @@ class Transactions:
                     pages.require_unpinned(f"Move of {target.source}", others)
 
     def commit_activation(self, transaction: Transaction) -> Sequence:
-        """Publish the sequence; its copies and tables are on the stream.  (C10.3)"""
+        """Publish the sequence; its copies and tables are queued already.  (C10.3)"""
         target, row = transaction.target, transaction.row
         assert target is not None, "an activation has a target"
         source = target.source
@@ -363,7 +361,7 @@ class Transactions:
         return self.sequences.publish(row, total)
 
     def commit_snapshot(self, transaction: Transaction) -> Continuation:
-        """Publish the checkpoint; its copies are on the stream.  (C10.6)"""
+        """Publish the checkpoint; its copies are queued already.  (C10.6)"""
         transaction.is_open = False
         kept: dict[str, tuple[Ids, int]] = {}
         for part in transaction.plans:
@@ -377,7 +375,7 @@ class Transactions:
         return self.continuations.keep(kept, transaction.state)
 
     def abort(self, transaction: Transaction) -> None:
-        """Give every claim back: counters, references, pins, rows and the source are as before.  (C10.2)"""
+        """Give every claim back: counters, references, pins, rows and the source are as before `prepare`.  (C10.2)"""
         transaction.is_open = False
         if transaction.target is not None:
             self.sequences.return_row(transaction.row)
@@ -403,23 +401,24 @@ class Transactions:
         """Return the frontier that the target names in each pool; 0 without a source."""
         if target.source is None:
             return dict.fromkeys(self.active, 0)
-        # Read once, and before the source is looked up: a caller's mapping may answer otherwise the second time.
-        given = target.frontier
-        if given is not None and isinstance(given, Mapping):
-            given = dict(given)
+        # Copied once, before the source is looked up: a second read of a caller's mapping may have other answers.
+        requested = target.frontier
+        if requested is not None and isinstance(requested, Mapping):
+            requested = dict(requested)
         number = self.continuations.require_claimable(target.source, is_move=not target.keep_source)
         if self.continuations.states[number].state is None:
             raise MisuseError(f"activation from {target.source}", expected="a continuation with the caller's state",
                               got="one without: KV presence alone is never a hit",
                               remedy="attach_state when the state is complete, or recompute", clause="C2.2")
         committed = {name: kept.by_number[number].frontier for name, kept in self.continuations.kept.items()}
-        if given is None and len(committed) == 1:
+        if requested is None and len(committed) == 1:
             return committed
-        frontiers = {"main": given} if type(given) is int else committed if given is None else given
+        frontiers = {"main": requested} if type(requested) is int else committed if requested is None else requested
         if not isinstance(frontiers, Mapping) or frontiers.keys() != committed.keys():
-            raise MisuseError(f"frontier {given!r} of {target.source}",
+            raise MisuseError(f"frontier {requested!r} of {target.source}",
                               expected=f"None, an int, which is Main's, or a mapping that names {list(committed)}",
-                              got=repr(given), remedy="name every pool: none is derived from another", clause="C9.9")
+                              got=repr(requested), remedy="name every pool: none is derived from another",
+                              clause="C9.9")
         for name, own in committed.items():  # Main first: the others are compared with it
             tokens = frontiers[name]
             low, high = (1, own) if name == "main" else (0, min(own, frontiers["main"]))
@@ -433,7 +432,7 @@ class Transactions:
         return dict(frontiers)
 
     def _full_entitlement(self, pool: str, total_tokens: int) -> int:
-        """Return pages of a pool: the whole budget, and the backend's provisional lead, at most L.  (C9.2, C5.6)"""
+        """Return the pages of the whole budget and of the backend's provisional lead, at most L.  (C9.2, C5.6)"""
         return pages_for_tokens(min(total_tokens + self._lead_tokens[pool], self._limit_tokens))
 
     def _plan_pool(self, target: ActivationTarget, pool: str, frontier: int, entitlement: int) -> PoolPlan:
@@ -454,7 +453,7 @@ class Transactions:
     # ---- helpers ----------------------------------------------------------------------------------
 
     def _claim_tail(self, transaction: Transaction, part: PoolPlan, source: Ids, after: int) -> TailClaim:
-        """Name the page of a copied tail, next to page group `after`, and pin its source."""
+        """Bind a page for a copied tail, next to page group `after`, and pin its source."""
         spaces = self.active[part.pool]
         page_id = spaces.pool.bind(1, after)
         logical = spaces.pages.describe_copy(page_id, block=part.frontier >> PAGE_SHIFT, columns=part.copied_columns)
@@ -465,7 +464,7 @@ class Transactions:
         return tail
 
     def _publish_tail(self, transaction: Transaction, part: PoolPlan, row: int | None) -> Ids:
-        """Give a copied tail to a row, or (None) to a checkpoint, and return its descriptor."""
+        """Give a copied tail to a row, or to a checkpoint (None), and return its descriptor."""
         spaces, tail = self.active[part.pool], transaction.tails[part.pool]
         spaces.pool.materialize(1)
         spaces.pages.publish_copy(tail.logical, writer=-1 if row is None else row, active=int(row is not None))
@@ -473,7 +472,7 @@ class Transactions:
         return tail.logical
 
     def _take_members(self, transaction: Transaction, target: ActivationTarget, part: PoolPlan) -> Ids:
-        """Turn pages of the source into members of the row, without the copied tail.  (C10.4, C10.5)"""
+        """Turn pages of the source, without a copied tail, into members of the row, and return them.  (C10.4, C10.5)"""
         assert target.source is not None, "a fresh activation has no members"
         kept: KeptSpaces = self.continuations.kept[part.pool]
         pages, number = kept.pages, target.source.number
