@@ -369,7 +369,7 @@ class ActiveSpaces:
         is_known = lease.pool == self.pool.name and 0 <= page_id < self.pool.capacity
         if not is_known or self.pool.serials[page_id] != lease.serial or not self.mapped_mask()[page_id]:
             raise StaleHandle(f"{lease}", expected="a current lease", got="one that was released or trimmed",
-                              remedy="take the lease anew from the address space", clause="C6.1")
+                              remedy="take a new lease from the address space", clause="C6.1")
 
     # ---- helpers ----------------------------------------------------------------------------------
 

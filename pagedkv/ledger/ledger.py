@@ -196,7 +196,7 @@ class Ledger:
         self._require_boundary(sequence, "finish")
         if type(retain) is not bool:
             raise MisuseError("retain", expected="True or False", got=repr(retain),
-                              remedy="say whether the pages are to be kept", clause="C9.8")
+                              remedy="pass True to keep the pages, False to release them", clause="C9.8")
         if state is not None and not retain:
             raise MisuseError("a state without retain=True", expected="None", got=repr(state),
                               remedy="pass retain=True to keep the continuation", clause="C9.8")

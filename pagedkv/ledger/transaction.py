@@ -77,10 +77,10 @@ class ActivationTarget:
             self._refuse_count("output_tokens", self.output_tokens, 0)
         if type(self.keep_source) is not bool:
             raise MisuseError("keep_source", expected="True or False", got=repr(self.keep_source),
-                              remedy="say whether the source must survive", clause="C10.7")
+                              remedy="pass True to keep the source, False to move it", clause="C10.7")
         if self.source is None and (self.frontier is not None or not self.keep_source):
             raise MisuseError("a frontier, or keep_source=False, without a source", expected="a Continuation as source",
-                              got="None", remedy="name the continuation to go on from", clause="C10.7")
+                              got="None", remedy="pass the continuation to start from", clause="C10.7")
 
     @property
     def total_tokens(self) -> int:
@@ -312,7 +312,7 @@ class Transactions:
         target, sequence = transaction.target, transaction.sequence
         if (sequence is not None) != (kind == "snapshot"):
             raise MisuseError(f"commit of {kind}", expected="what the prepare of one returned", got="the other kind",
-                              remedy="commit what was prepared", clause="C10.2")
+                              remedy="commit each transaction as the kind that was prepared", clause="C10.2")
         if sequence is not None:
             for part in transaction.plans:
                 frontier = self.active[part.pool].committed_end.item(sequence.row)

@@ -74,7 +74,7 @@ class Journal:
                                   clause="C12.4") from error
         elif not all(callable(getattr(target, name, None)) for name in ("write", "flush")):
             raise MisuseError("a journal", expected="a path or an open text file", got=repr(target),
-                              remedy="pass journal=None to keep none", clause="C12.4")
+                              remedy="pass journal=None to record nothing", clause="C12.4")
         self._file: TextSink = target if self._own_file is None else self._own_file  # type: ignore[assignment]
 
     def write(self, line: Mapping[str, object]) -> None:
@@ -90,7 +90,7 @@ class Journal:
         if caught.error is None:
             self._lines += 1
         else:
-            self.end(f"{caught.error!r}; operations go on")
+            self.end(f"{caught.error!r}; operations continue")
 
     def end(self, why: str) -> None:
         """End the journal: log the reason, and write no further line."""

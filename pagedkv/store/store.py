@@ -793,6 +793,6 @@ def require_config(config: StoreConfig) -> None:
         raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
                           remedy="build a StoreConfig first", clause="C5.2")
     if config.host_arena_bytes:
-        raise ConfigError("host_arena_bytes", expected="0: this version plans host replicas but keeps none",
+        raise ConfigError("host_arena_bytes", expected="0: this version plans host replicas but has none",
                           got=f"{config.host_arena_bytes} bytes", remedy="open the store without a host arena",
                           clause="C5.7")

@@ -157,7 +157,7 @@ class Transfers:
         self._require_state(transfer, "publish", *(("complete", "submitted") if may_be_ordered else ("complete",)))
         if not np.array_equal(transfer.pages.content[transfer.logical], transfer.contents):
             raise StaleHandle(f"publish of {transfer.label}", expected="pages with the content that was planned",
-                              got="other content epochs", remedy="abort it and plan anew", clause="C7.6")
+                              got="other content epochs", remedy="abort it and plan another transfer", clause="C7.6")
         self._end(transfer, "published")
 
     def abort(self, transfer: Transfer) -> bool:
