@@ -102,7 +102,7 @@ class Continuations:
         if not is_known or type(continuation.number) is not int or continuation.number not in self.states:
             raise StaleHandle(f"{continuation}", expected="a retained continuation of this store",
                               got="one that was released or moved, or of another store",
-                              remedy="use a handle only before release and Move; a Fork (keep_source=True) keeps it valid",
+                              remedy="use a handle only before release and Move; a Fork keeps it valid",
                               clause="C9.8")
         return continuation.number
 

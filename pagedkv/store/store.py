@@ -713,8 +713,9 @@ class Store:
     def observe(self, observer: PageObserver) -> Callable[[], None]:
         """Call `observer` with every later PageEvent, at the end of the operation that caused it.  (C9.6, C13.3)
 
-        Events come in order.  A refused or aborted operation causes none.  If an observer raises, the error is logged,
-        the operation stays valid, and the next observer is called.  `ledger/events.py` describes each kind of event.
+        Events come in order.  A refused or aborted operation causes none.  If an observer raises an Exception, it is
+        logged, the operation stays valid, and the next observer is called.  An interrupt or an exit is raised after
+        every observer got every event.  `ledger/events.py` describes each kind of event.
 
         Returns:
             A function that ends the observation; a second call of it does nothing.
