@@ -240,6 +240,10 @@ def test_a_store_closes_after_its_device() -> None:
 @pytest.mark.parametrize("device", [None, 5, [], object()])
 def test_what_is_no_device_is_refused(device: Any) -> None:
     """C1.1: with the names that would do."""
+    with pytest.raises(pk.MisuseError, match="auto, cpu, cuda or a Device"):
+        pk.open_store(CONFIG, device=device)
+
+
 def test_work_whose_submission_broke_off_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """C12.3: an interrupted submit takes the completion back too."""
 
@@ -275,10 +279,6 @@ def test_who_asks_for_evidence_in_the_middle_of_an_operation_leaves_none() -> No
     assert {type(error) for error in seen[1:]} == {pk.BrokenOff}
     assert store.evidence is None
     store.close()
-
-
-    with pytest.raises(pk.MisuseError, match="auto, cpu, cuda or a Device"):
-        pk.open_store(CONFIG, device=device)
 
 
 def test_ledgers_beyond_host_memory_are_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -424,3 +424,26 @@ def test_two_journals_cannot_write_one_file(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == '{"line":1}\n'
     Journal(path).close()
     assert not path.read_text(encoding="utf-8")
+
+
+class InterruptedSink(io.StringIO):
+    """A file in which the second line is interrupted after half of it."""
+
+    def write(self, text: str) -> int:
+        if self.getvalue().count("\n") == 1 and self.getvalue().endswith("\n"):
+            super().write(text[: len(text) // 2])
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_an_interrupt_inside_a_line_ends_the_journal() -> None:
+    """C12.4: no further line follows half a line, and what is whole repeats."""
+    file = InterruptedSink()
+    ledger = recorded_in(Journal(file))
+    with pytest.raises(KeyboardInterrupt):
+        ledger.try_activate(ActivationTarget(10, 0))
+    half = file.getvalue()
+    ledger.try_activate(ActivationTarget(10, 0))
+
+    assert half == file.getvalue()
+    assert pk.replay_journal(lines_of(file)).is_truncated

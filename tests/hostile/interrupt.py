@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,13 @@ class Interrupt:
     lines: int = 0
 
     def __enter__(self) -> Interrupt:
+        gc.disable()  # a finalizer that the collector runs inside the block would swallow the exception
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        gc.enable()
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PRODUCT):

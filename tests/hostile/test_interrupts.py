@@ -25,8 +25,9 @@ class Stage:
     """A store in which every public call has something to do: the subject of one interrupt.
 
     Attributes:
-        running: 100 tokens committed, one page of Main behind the frontier, and a thin lease.
+        running: 100 tokens committed, and one page of Main behind the frontier.
         settled: 70 tokens committed, and no page behind the frontier.
+        thin: 130 tokens committed, beyond the point at which its lease grows.
         other: 65 tokens committed, in the unit `flying`, which the device has finished.
         kept: a continuation of 130 tokens, protected up to 64 tokens, with a state.
         shared: a continuation whose full pages `running` shares.
@@ -42,14 +43,16 @@ class Stage:
         self.batch = store.batch([self.running])
         store.ensure_mapped_to_tokens(self.running, 140)
         self.settled = self.written(70)
+        self.thin = self.written(130, output_tokens=300, prompt_tokens=1)
+        self.thin_batch = store.batch([self.thin])
         self.other = self.written(65, output_tokens=20)
         self.flying = store.begin_unit(store.batch([self.other]), {"main": 4, "mtp": 4})
         store.submit(self.flying)
         store.wait(self.flying)
 
-    def written(self, tokens: int, output_tokens: int = 0) -> pk.Sequence:
-        """Activate a sequence and commit tokens in both pools."""
-        sequence = self.store.activate(prompt_tokens=tokens, output_tokens=output_tokens)
+    def written(self, tokens: int, output_tokens: int = 0, prompt_tokens: int = 0) -> pk.Sequence:
+        """Activate a sequence and commit tokens in both pools; the prompt is all of them unless it is named."""
+        sequence = self.store.activate(prompt_tokens=prompt_tokens or tokens, output_tokens=output_tokens)
         unit = self.store.begin_unit(self.store.batch([sequence]), {"main": tokens, "mtp": tokens})
         self.store.wait(unit)
         self.store.commit(unit)
@@ -97,7 +100,7 @@ CALLS: dict[str, Callable[[Stage], object]] = {
     "wait": lambda on: on.store.wait(on.flying),
     "commit": lambda on: on.store.commit(on.flying, {"main": 2, "mtp": 1}),
     "fail": lambda on: on.store.fail(on.flying),
-    "begin_round": lambda on: on.store.begin_round(on.batch),
+    "begin_round": lambda on: on.store.begin_round(on.thin_batch),
     "covered_columns": lambda on: on.store.covered_columns(on.batch),
     "ensure_mapped_to_tokens": lambda on: on.store.ensure_mapped_to_tokens(on.running, 200),
     "trim": lambda on: on.store.trim(on.batch),

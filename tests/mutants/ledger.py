@@ -488,7 +488,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ("prepare_activation", "activate"), ("finish", "finish"),
             ("abort", "abort"), ("release", "release"), ("protect", "protect"),
             ("truncate_continuation", "truncate a continuation"), ("begin_unit", "begin_unit"),
-            ("commit_unit", "commit"), ("fail_unit", "fail"),
+            ("commit_unit", "commit"), ("fail_unit", "fail"), ("begin_round", "begin_round"),
             ("ensure_mapped_to_tokens", "ensure_mapped_to_tokens"), ("trim", "trim"), ("truncate", "truncate"),
         )
     ),
