@@ -172,5 +172,13 @@ class Caught:
         if isinstance(error, self._kind):
             self.error = error
             if self._first is not None:
-                self._first.add_note(f"and cleaning up failed: {error!r}")
+                self._first.add_note(f"and cleaning up failed: {shown(error)}")
         return self.error is not None
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)` for a message.  A value whose repr raises is named by its type: the refusal still comes."""
+    text = ""
+    with Caught() as caught:
+        text = repr(value)
+    return text if caught.error is None else f"<{type(value).__name__}: its repr raised {type(caught.error).__name__}>"

@@ -77,6 +77,102 @@ def test_what_is_no_sequence_is_refused(name: str, handle: Any) -> None:
         getattr(store, name)(handle)
 
 
+class Speechless:
+    """An object that cannot be printed."""
+
+    def __repr__(self) -> str:
+        raise LookupError("no words")
+
+
+@pytest.mark.parametrize("value", [Speechless(), [Speechless()], 10**5000], ids=["repr", "list", "digits"])
+def test_what_cannot_be_printed_is_refused_all_the_same(value: Any) -> None:
+    """C9.3, C10.1: a repr that raises, and an int with more digits than Python prints."""
+    with opened() as store:
+        sequence = store.activate(prompt_tokens=4, output_tokens=0)
+        batch = store.batch([sequence])
+        for clause, call in (
+            ("C10.1", lambda: store.finish(value)), ("C9.8", lambda: store.release(value)),
+            ("C9.8", lambda: store.finish(sequence, state=value)),
+            ("C9.8", lambda: store.finish(sequence, retain=value)), ("C9.10", lambda: store.truncate(sequence, value)),
+            ("C3.3", lambda: store.page_ids(sequence, value)),
+            ("C11.2", lambda: store.ensure_mapped_to_tokens(sequence, value)),
+            ("C9.2", lambda: store.activate(prompt_tokens=value, output_tokens=0)),
+            ("C9.2", lambda: store.activate(prompt_tokens=1, output_tokens=value)),
+            ("C14.4", lambda: store.begin_unit(batch, value)),
+            ("C12.2", lambda: store.begin_unit(batch, 1, name=value)), ("C12.3", lambda: store.wait(value)),
+            ("C15.1", lambda: store.launch_graph(value)),
+            ("C15.1", lambda: store.graph_buffer(value, value)), ("C9.6", lambda: store.observe(value)),
+            ("C12.4", lambda: store.latch(value)),
+        ):  # fmt: skip
+            with refused(pk.MisuseError, clause, store._ledger):
+                call()
+        assert store.evidence is None
+        assert store.begin_unit(batch, 1, name="unit").label == "unit#1"
+        store.fail(store.units()[0])
+
+
+@pytest.mark.parametrize(("shape", "dtype", "error"), [
+    ("12", np.int32, pk.MisuseError), (5.0, np.int32, pk.MisuseError), (4, "no type", pk.MisuseError),
+    ((1 << 62,), np.int32, pk.CapacityError), (1 << 20000, np.int8, pk.CapacityError),
+], ids=["str", "float", "dtype", "2**64 bytes", "digits"])
+def test_a_buffer_that_no_memory_has_is_refused(shape: Any, dtype: Any, error: type[pk.PagedKVError]) -> None:
+    """C15.1, C5.4: 2**64 bytes are not taken for none."""
+    with opened() as store, pytest.raises(error):
+        store.graph_buffer(shape, dtype)
+
+
+def test_a_handle_that_is_more_than_a_handle_is_refused() -> None:
+    """C10.1: a subclass may answer otherwise each time it is asked."""
+
+    class Shifting(pk.Sequence):
+        @property
+        def rows(self) -> int:
+            return self.row
+
+    class Unchecked(pk.ActivationTarget):
+        def __post_init__(self) -> None:
+            return None
+
+    with opened() as store:
+        own = store.activate(prompt_tokens=4, output_tokens=0)
+        with refused(pk.MisuseError, "C10.1", store._ledger):
+            store.finish(Shifting(own.store_id, own.row, own.serial))
+        with refused(pk.MisuseError, "C10.9", store._ledger):
+            store.can_honour(Unchecked(-500, 0))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
+def test_a_copy_of_a_batch_selects_the_same_and_cannot_be_written(duplicate: Callable[[pk.Batch], pk.Batch]) -> None:
+    """C12.1: what a unit holds of a copied batch is as fixed as of the first."""
+    with opened() as store:
+        batch = store.batch([store.activate(prompt_tokens=200, output_tokens=0)])
+        store.fail(store.begin_unit(batch, 3))
+        unit = store.begin_unit(duplicate(batch), 3)
+        for array in (unit.rows, unit.columns["main"], unit.written["main"].by_row):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 100
+        store.fail(unit)
+
+
+def test_columns_that_call_the_store_are_read_before_any_check() -> None:
+    """C12.1: their row goes into one unit, and not into a second one while its columns are being read."""
+
+    class Meddling:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            if not store.units():
+                store.begin_unit(batch, 1)
+            return np.array([1])
+
+    with opened() as store:
+        batch = store.batch([store.activate(prompt_tokens=4, output_tokens=0)])
+        with pytest.raises(pk.UnitInFlight):
+            store.begin_unit(batch, Meddling())  # type: ignore[arg-type]
+        with pytest.raises(pk.UnitInFlight):
+            store.begin_unit(batch, {"main": Meddling()})  # type: ignore[dict-item]
+        assert store.evidence is None
+        store.fail(store.units()[0])
+
+
 @pytest.mark.parametrize(("row", "serial"), [(True, 1), ("0", 1), (0.0, 1), (np.int64(0), 1), (-1, 1), (0, None)])
 def test_a_forged_handle_is_stale(row: Any, serial: Any) -> None:
     """C10.1: only plain integers name a row; a NumPy row would poison the free rows."""
@@ -142,6 +238,43 @@ def test_work_submitted_after_a_completion_is_waited_for() -> None:
         store.wait(unit)
         store.commit(unit)
         assert store.poll() == []
+
+
+def test_work_whose_submission_broke_off_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C12.3: an interrupted submit takes the completion back too."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with opened() as store:
+        unit = store.begin_unit(store.batch([store.activate(prompt_tokens=4, output_tokens=0)]), 4)
+        store.wait(unit)
+        with monkeypatch.context() as patch:
+            patch.setattr(store.device, "event", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                store.submit(unit)
+        with refused(pk.MisuseError, "C12.3", store._ledger):
+            store.commit(unit)
+        store.wait(unit)
+        store.commit(unit)
+
+
+def test_who_asks_for_evidence_in_the_middle_of_an_operation_leaves_none() -> None:
+    """C12.4: as a watching thread or a signal handler does; afterwards the operation has not broken off."""
+
+    class Watching(io.StringIO):
+        def flush(self) -> None:
+            seen.append(store.evidence)
+
+    seen: list[pk.PagedKVError | None] = []
+    store = pk.open_store(CONFIG, device="cpu")
+    store.close()
+    store = pk.open_store(CONFIG, device="cpu", journal=Watching())
+    store.finish(store.activate(prompt_tokens=4, output_tokens=0))
+
+    assert {type(error) for error in seen[1:]} == {pk.BrokenOff}
+    assert store.evidence is None
+    store.close()
 
 
 def test_mapping_under_capture_is_refused_before_anything_is_mapped() -> None:
@@ -242,43 +375,6 @@ def test_what_is_no_device_is_refused(device: Any) -> None:
     """C1.1: with the names that would do."""
     with pytest.raises(pk.MisuseError, match="auto, cpu, cuda or a Device"):
         pk.open_store(CONFIG, device=device)
-
-
-def test_work_whose_submission_broke_off_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C12.3: an interrupted submit takes the completion back too."""
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with opened() as store:
-        unit = store.begin_unit(store.batch([store.activate(prompt_tokens=4, output_tokens=0)]), 4)
-        store.wait(unit)
-        with monkeypatch.context() as patch:
-            patch.setattr(store.device, "event", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                store.submit(unit)
-        with refused(pk.MisuseError, "C12.3", store._ledger):
-            store.commit(unit)
-        store.wait(unit)
-        store.commit(unit)
-
-
-def test_who_asks_for_evidence_in_the_middle_of_an_operation_leaves_none() -> None:
-    """C12.4: as a watching thread or a signal handler does; afterwards the operation has not broken off."""
-
-    class Watching(io.StringIO):
-        def flush(self) -> None:
-            seen.append(store.evidence)
-
-    seen: list[pk.PagedKVError | None] = []
-    store = pk.open_store(CONFIG, device="cpu")
-    store.close()
-    store = pk.open_store(CONFIG, device="cpu", journal=Watching())
-    store.finish(store.activate(prompt_tokens=4, output_tokens=0))
-
-    assert {type(error) for error in seen[1:]} == {pk.BrokenOff}
-    assert store.evidence is None
-    store.close()
 
 
 def test_ledgers_beyond_host_memory_are_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ An array over host memory keeps its allocation alive through `base`; so does eve
 
 from __future__ import annotations
 
+import math
+import operator
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -12,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.devices.protocol import Shape
-from pagedkv.errors import CapacityError, MisuseError
+from pagedkv.errors import CapacityError, Caught, MisuseError, shown
 
 ALIGN_BYTES_MAX = 4096
+BYTES_MAX = (1 << 63) - 1
 ARRAY_BASES_MAX = 8  # NumPy collapses views of views to two bases; each stride trick adds one
 
 
@@ -77,8 +80,14 @@ class BaseMemory(ABC):
 
 def check_allocation(shape: Shape, dtype: npt.DTypeLike, align_bytes: int = 1) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Check what a caller asks for, and give it as NumPy's own types."""
-    extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
-    resolved = np.dtype(dtype)
+    with Caught() as caught:
+        given = (shape,) if isinstance(shape, int) else shape
+        extents, resolved = tuple(int(operator.index(extent)) for extent in given), np.dtype(dtype)
+    if caught.error is not None:
+        raise MisuseError(
+            "an allocation", expected="a shape of integers and a dtype", got=f"shape {shown(shape)}, {shown(dtype)}",
+            remedy="pass the shape and dtype of the array", clause="C15.1",
+        ) from caught.error
     if not 1 <= align_bytes <= ALIGN_BYTES_MAX or align_bytes & (align_bytes - 1):
         raise MisuseError(
             "an allocation", expected=f"align_bytes a power of two from 1 to {ALIGN_BYTES_MAX}", got=align_bytes,
@@ -87,14 +96,18 @@ def check_allocation(shape: Shape, dtype: npt.DTypeLike, align_bytes: int = 1) -
     if resolved.hasobject or min(extents, default=0) < 0:
         raise MisuseError(
             "an allocation", expected="a shape without negative extents and a dtype of plain bytes",
-            got=f"shape {extents}, dtype {resolved}", remedy="pass the shape and dtype of the array", clause="C15.1",
+            got=f"shape {shown(extents)}, dtype {resolved}",
+            remedy="pass the shape and dtype of the array", clause="C15.1",
         )
+    byte_count = math.prod(extents) * resolved.itemsize
+    if byte_count > BYTES_MAX:  # the allocator would see only its low 64 bits
+        raise no_memory(byte_count, None, "an address space", f"2**{byte_count.bit_length()} bytes asked for")
     return extents, resolved
 
 
 def no_memory(byte_count: int, name: str | None, kind: str, got: object) -> CapacityError:
     """Give the error of an allocation for which there is no memory."""
     return CapacityError(
-        f"allocation of {byte_count} bytes{f' for {name}' if name else ''}", expected=f"{kind} for it", got=got,
+        f"allocation of {shown(byte_count)} bytes{f' for {name}' if name else ''}", expected=f"{kind} for it", got=got,
         remedy="build a smaller store", clause="C5.4", bytes=byte_count,
     )

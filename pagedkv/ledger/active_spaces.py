@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
+from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle, shown
 from pagedkv.ledger.events import PageEvents, PoolEvents
 from pagedkv.ledger.free_runs import Ids
 from pagedkv.ledger.pages import LogicalPages, Pages
@@ -281,7 +281,7 @@ class ActiveSpaces:
         """Refuse a cut above the frontier, or of pages that another space references or a copy uses.  (C9.10, C7.4)"""
         committed, what = self.committed_end.item(row), f"truncate of row {row} of pool {self.pool.name}"
         if not 0 <= tokens <= committed:
-            raise MisuseError(what, expected=f"0 to {committed} tokens", got=tokens,
+            raise MisuseError(what, expected=f"0 to {committed} tokens", got=shown(tokens),
                               remedy="truncate only lowers a committed frontier", clause="C9.10")
         cut = self.members[row, tokens >> PAGE_SHIFT : self.membership_pages(row)]
         self.pages.require_unpinned(what, cut)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import MisuseError
+from pagedkv.errors import MisuseError, shown
 from pagedkv.ledger.sequences import Sequence
 
 Columns = int | SequenceOf[int] | npt.NDArray[np.int32]
@@ -51,6 +51,17 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and pickle without the arrays: those of a copy could be written."""
+        return batch_of, (self.sequences, self.stamp)
+
+
+def batch_of(sequences: tuple[Sequence, ...], stamp: int) -> Batch:
+    """Return the batch of sequences whose handles the caller has checked; each row stands once in its mask."""
+    rows = np.array([sequence.row for sequence in sequences], np.int64)
+    rows.setflags(write=False)
+    return Batch(sequences, rows, sum({1 << row for row in rows.tolist()}), stamp)
+
 
 def column_counts(what: str, entries: int, columns: Columns) -> npt.NDArray[np.int32]:
     """Return columns as (B,) int32; refuse other types, negative or too large counts, and a wrong number of them."""
@@ -62,8 +73,8 @@ def column_counts(what: str, entries: int, columns: Columns) -> npt.NDArray[np.i
         counts = np.empty(0)
     if counts.dtype.kind not in "iu" or counts.shape not in ((), (entries,)) or (counts < 0).any():
         raise MisuseError(what, expected=f"a non-negative integer for all, or one for each of {entries} entries",
-                          got=repr(columns), remedy="pass one count, or one per batch entry", clause="C14.4")
+                          got=shown(columns), remedy="pass one count, or one per batch entry", clause="C14.4")
     if (counts >= COUNT_MAX).any():
-        raise MisuseError(what, expected=f"fewer than {COUNT_MAX} columns", got=repr(columns),
+        raise MisuseError(what, expected=f"fewer than {COUNT_MAX} columns", got=shown(columns),
                           remedy="pass one count per batch entry", clause="C14.4")
     return np.broadcast_to(counts, (entries,)).astype(np.int32)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pagedkv.errors import MisuseError, StaleHandle
+from pagedkv.errors import MisuseError, StaleHandle, shown
 from pagedkv.ledger.free_runs import Ids
 from pagedkv.ledger.kept_spaces import KeptSpaces
 
@@ -95,12 +95,12 @@ class Continuations:
 
     def require_current(self, continuation: Continuation) -> int:
         """Return the number of a handle; refuse a handle that was released or moved, or of another store."""
-        if not isinstance(continuation, Continuation):
+        if type(continuation) is not Continuation:
             raise MisuseError("a handle", expected="the Continuation that finish or snapshot returned",
-                              got=repr(continuation), remedy="pass the handle", clause="C9.8")
+                              got=shown(continuation), remedy="pass the handle", clause="C9.8")
         is_known = type(continuation.store_id) is int and continuation.store_id == self.store_id
         if not is_known or type(continuation.number) is not int or continuation.number not in self.states:
-            raise StaleHandle(f"{continuation}", expected="a retained continuation of this store",
+            raise StaleHandle(shown(continuation), expected="a retained continuation of this store",
                               got="one that was released or moved, or of another store",
                               remedy="use a handle only before release and Move; a Fork keeps it valid",
                               clause="C9.8")

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from pagedkv.errors import Caught, MisuseError
+from pagedkv.errors import Caught, MisuseError, shown
 from pagedkv.ledger.free_runs import Ids
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class PageEvents:
         """Call `observer` with every later event, and return a function that ends this and may be called twice."""
         if not callable(observer):
             raise MisuseError("an observer", expected="something that can be called with a PageEvent",
-                              got=repr(observer), remedy="pass a function of one argument", clause="C9.6")
+                              got=shown(observer), remedy="pass a function of one argument", clause="C9.6")
         token = self._token_next
         self._token_next += 1
         self._observers[token] = observer
@@ -113,8 +113,8 @@ class PageEvents:
                         _LOG.error("observer %r failed at %s; the operation is valid", observer, event,
                                    exc_info=caught.error)
         finally:
-            del self.pending[:delivered]
             self._is_delivering = False
+            del self.pending[:delivered]
         if first is not None:
             raise first
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import MisuseError
+from pagedkv.errors import MisuseError, shown
 from pagedkv.ledger.events import PageEvents, PoolEvents
 from pagedkv.ledger.free_runs import Ids, Index, highest, lowest, part_of
 from pagedkv.ledger.pages import LogicalPages, Pages
@@ -103,7 +103,8 @@ class KeptSpaces:
         what = f"truncate of Continuation(number={number}) in pool {self.pool.name}"
         if not space.protected_frontier <= tokens <= space.frontier:
             raise MisuseError(what, expected=f"{space.protected_frontier} (protected) to {space.frontier} tokens",
-                              got=tokens, remedy="lower the protected frontier with protect first", clause="C9.10")
+                              got=shown(tokens), remedy="lower the protected frontier with protect first",
+                              clause="C9.10")
         cut = space.members[tokens >> PAGE_SHIFT :]
         self.pages.require_private(what, cut)
         self.pages.require_unpinned(what, cut)

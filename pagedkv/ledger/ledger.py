@@ -27,9 +27,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from pagedkv.errors import MisuseError, PagedKVError
+from pagedkv.errors import MisuseError, PagedKVError, shown
 from pagedkv.ledger.active_spaces import KEEP_ALL, ActiveSpaces, TableSlices, Tokens
-from pagedkv.ledger.batch import Batch, Columns, EntryColumns, column_counts
+from pagedkv.ledger.batch import Batch, Columns, EntryColumns, batch_of, column_counts
 from pagedkv.ledger.continuations import Continuation, Continuations
 from pagedkv.ledger.events import PageEvents, PoolEvents
 from pagedkv.ledger.growth import LeaseGrowth
@@ -195,10 +195,10 @@ class Ledger:
         """Trim, give up reservation, row and writers, then retain the pages or release them.  (C9.8)"""
         self._require_boundary(sequence, "finish")
         if type(retain) is not bool:
-            raise MisuseError("retain", expected="True or False", got=repr(retain),
+            raise MisuseError("retain", expected="True or False", got=shown(retain),
                               remedy="pass True to keep the pages, False to release them", clause="C9.8")
         if state is not None and not retain:
-            raise MisuseError("a state without retain=True", expected="None", got=repr(state),
+            raise MisuseError("a state without retain=True", expected="None", got=shown(state),
                               remedy="pass retain=True to keep the continuation", clause="C9.8")
         self._require_unpinned(sequence, "finish")
         if retain:
@@ -250,7 +250,7 @@ class Ledger:
         committed = self.kept_in(pool).by_number[number].frontier
         if type(tokens) is not int or not 0 <= tokens <= committed:
             raise MisuseError(f"protection of {continuation} in pool {pool}",
-                              expected=f"an int, 0 to {committed} tokens", got=repr(tokens),
+                              expected=f"an int, 0 to {committed} tokens", got=shown(tokens),
                               remedy="only what is committed can be protected", clause="C7.8")
         self.unsettled = "protect"
         self.kept[pool].protect(number, tokens)
@@ -280,13 +280,11 @@ class Ledger:
         """Select sequences, in batch order.  (C11.3)"""
         for sequence in sequences:
             self.sequences.require_current(sequence)
-        rows = np.array([sequence.row for sequence in sequences], np.int64)
-        rows.setflags(write=False)
-        mask = sum({1 << row for row in rows.tolist()})
-        if not len(sequences) or mask.bit_count() != len(sequences):
+        batch = batch_of(tuple(sequences), self.sequences.stamp)
+        if not len(batch) or batch.rows_mask.bit_count() != len(batch):
             raise MisuseError("a batch", expected="at least one sequence, each once", got=list(sequences),
                               remedy="select distinct sequences", clause="C14.4")
-        return Batch(tuple(sequences), rows, mask, self.sequences.stamp)
+        return batch
 
     @recorded
     def begin_unit(self, name: str, batch: Batch, columns: Mapping[str, Columns]) -> tuple[Submission, PoolSlices]:
@@ -296,6 +294,9 @@ class Ledger:
         """
         self._require_batch(batch)
         self.units.require_thawed(batch.rows_mask, "a unit")
+        if not isinstance(name, str):
+            raise MisuseError("the name of a unit", expected="a str", got=shown(name),
+                              remedy="pass the name that errors are to print", clause="C12.2")
         if not columns:
             raise MisuseError("a unit that writes nothing", expected="columns for at least one pool", got="none",
                               remedy="name the pools the unit writes", clause="C9.4")
@@ -368,7 +369,7 @@ class Ledger:
         spaces = self.active_in(pool)
         if type(tokens) is not int or not 0 <= tokens <= self.config.max_context:
             raise MisuseError(f"mapping row {sequence.row} of pool {pool}",
-                              expected=f"0 to max_context = {self.config.max_context} tokens", got=repr(tokens),
+                              expected=f"0 to max_context = {self.config.max_context} tokens", got=shown(tokens),
                               remedy="positions at or beyond max_context are inert", clause="C11.2")
         ends = spaces.by_row(np.array([sequence.row]), np.array([tokens], np.int32))
         spaces.require_entitled(ends)
@@ -409,7 +410,7 @@ class Ledger:
         """Return the active spaces of an enabled pool; refuse another name.  (C3.3)"""
         spaces = self.active.get(pool) if isinstance(pool, str) else None
         if spaces is None:
-            raise MisuseError(f"pool {pool!r}", expected=f"one of {list(self.active)}", got=repr(pool),
+            raise MisuseError(f"pool {shown(pool)}", expected=f"one of {list(self.active)}", got=shown(pool),
                               remedy="name an enabled pool", clause="C3.3")
         return spaces
 
@@ -466,8 +467,8 @@ class Ledger:
                 spaces.pages.require_unpinned(f"{operation} of row {sequence.row}", members)
 
     def _require_batch(self, batch: Batch) -> None:
-        if not isinstance(batch, Batch):
-            raise MisuseError("a batch", expected="what batch(sequences) returned", got=repr(batch),
+        if type(batch) is not Batch:
+            raise MisuseError("a batch", expected="what batch(sequences) returned", got=shown(batch),
                               remedy="select the sequences with batch first", clause="C11.3")
         if batch.stamp != self.sequences.stamp:
             for sequence in batch.sequences:
@@ -517,5 +518,5 @@ class Ledger:
 
 def _require_tokens(operation: str, tokens: object) -> None:
     if type(tokens) is not int:
-        raise MisuseError(operation, expected="an int, a number of tokens", got=repr(tokens),
+        raise MisuseError(operation, expected="an int, a number of tokens", got=shown(tokens),
                           remedy="pass int(tokens)", clause="C9.10")

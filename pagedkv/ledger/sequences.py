@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.errors import MisuseError, StaleHandle
+from pagedkv.errors import MisuseError, StaleHandle, shown
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Sequences:
 
     def require_current(self, sequence: Sequence) -> None:
         """Refuse a handle of another store, or of a sequence that has ended.  (C10.1)"""
-        if not isinstance(sequence, Sequence):
-            raise MisuseError("a handle", expected="the Sequence that activate returned", got=repr(sequence),
+        if type(sequence) is not Sequence:
+            raise MisuseError("a handle", expected="the Sequence that activate returned", got=shown(sequence),
                               remedy="pass the handle; try_activate may have answered with a Refusal", clause="C10.1")
         is_known = (
             type(sequence.store_id) is int and sequence.store_id == self.store_id
@@ -106,6 +106,6 @@ class Sequences:
             and type(sequence.serial) is int and sequence.serial > 0
         )
         if not is_known or self.serials[sequence.row] != sequence.serial:
-            raise StaleHandle(f"{sequence}", expected="an active sequence of this store",
+            raise StaleHandle(shown(sequence), expected="an active sequence of this store",
                               got="one that was finished, or of another store",
                               remedy="use the handle that activate returned, until finish", clause="C10.1")

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pagedkv.errors import MisuseError
+from pagedkv.errors import MisuseError, shown
 from pagedkv.ledger.active_spaces import ActiveSpaces
 from pagedkv.ledger.continuations import Continuation, Continuations
 from pagedkv.ledger.free_runs import Ids, part_of
@@ -41,6 +41,9 @@ from pagedkv.values.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_
 
 Reason = Literal["context", "rows", "pages", "provisional"]
 Kind = Literal["fresh", "move", "fork"]
+
+TOKENS_MAX = 1 << 62
+"""Counts of a target are below this, so that a Refusal with their sum can be printed and written to a journal."""
 
 _NO_IDS: Ids = np.zeros(0, np.int32)
 
@@ -71,12 +74,12 @@ class ActivationTarget:
 
     def __post_init__(self) -> None:
         low = 1 if self.source is None else 0
-        if type(self.prompt_tokens) is not int or self.prompt_tokens < low:
+        if type(self.prompt_tokens) is not int or not low <= self.prompt_tokens < TOKENS_MAX:
             self._refuse_count("prompt_tokens", self.prompt_tokens, low)
-        if type(self.output_tokens) is not int or self.output_tokens < 0:
+        if type(self.output_tokens) is not int or not 0 <= self.output_tokens < TOKENS_MAX:
             self._refuse_count("output_tokens", self.output_tokens, 0)
         if type(self.keep_source) is not bool:
-            raise MisuseError("keep_source", expected="True or False", got=repr(self.keep_source),
+            raise MisuseError("keep_source", expected="True or False", got=shown(self.keep_source),
                               remedy="pass True to keep the source, False to move it", clause="C10.7")
         if self.source is None and (self.frontier is not None or not self.keep_source):
             raise MisuseError("a frontier, or keep_source=False, without a source", expected="a Continuation as source",
@@ -88,8 +91,9 @@ class ActivationTarget:
         return self.prompt_tokens + self.output_tokens
 
     def _refuse_count(self, name: str, value: object, low: int) -> None:
-        raise MisuseError(f"an activation with {name}={value!r}", expected=f"an int of at least {low}",
-                          got=repr(value), remedy="pass int(...) of a token count", clause="C9.2")
+        raise MisuseError(f"an activation with {name}={shown(value)}",
+                          expected=f"an int of at least {low} and below 2**62", got=shown(value),
+                          remedy="pass int(...) of a token count", clause="C9.2")
 
 
 @dataclass(frozen=True)
@@ -221,8 +225,8 @@ class Transactions:
 
     def explain(self, target: ActivationTarget) -> ActivationPlan | Refusal:
         """Return the plan of an activation, or the Refusal; no side effects.  (C10.9)"""
-        if not isinstance(target, ActivationTarget):
-            raise MisuseError("a target", expected="an ActivationTarget", got=repr(target),
+        if type(target) is not ActivationTarget:
+            raise MisuseError("a target", expected="an ActivationTarget", got=shown(target),
                               remedy="pass ActivationTarget(prompt_tokens, output_tokens)", clause="C10.9")
         frontiers = self._frontiers(target)
         if target.source is not None and not target.keep_source:
@@ -415,9 +419,9 @@ class Transactions:
             return committed
         frontiers = {"main": requested} if type(requested) is int else committed if requested is None else requested
         if not isinstance(frontiers, Mapping) or frontiers.keys() != committed.keys():
-            raise MisuseError(f"frontier {requested!r} of {target.source}",
+            raise MisuseError(f"frontier {shown(requested)} of {target.source}",
                               expected=f"None, an int, which is Main's, or a mapping that names {list(committed)}",
-                              got=repr(requested), remedy="name every pool: none is derived from another",
+                              got=shown(requested), remedy="name every pool: none is derived from another",
                               clause="C9.9")
         for name, own in committed.items():  # Main first: the others are compared with it
             tokens = frontiers[name]
@@ -426,8 +430,8 @@ class Transactions:
                 remedy = "stay within what is committed"
                 if name != "main":
                     remedy += f", and not beyond Main's: pass frontier={{'main': ..., {name!r}: ...}}"
-                raise MisuseError(f"frontier {tokens!r} of {target.source} in pool {name}",
-                                  expected=f"an int, {low} to {high} tokens", got=repr(tokens), remedy=remedy,
+                raise MisuseError(f"frontier {shown(tokens)} of {target.source} in pool {name}",
+                                  expected=f"an int, {low} to {high} tokens", got=shown(tokens), remedy=remedy,
                                   clause="C10.7")
         return dict(frontiers)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import MisuseError, UnitInFlight
+from pagedkv.errors import MisuseError, UnitInFlight, shown
 from pagedkv.ledger.batch import Batch, EntryColumns
 
 
@@ -82,8 +82,8 @@ class Units:
 
     def require_open(self, unit: Submission, operation: str) -> None:
         """Refuse a unit that has ended, or that belongs to another store.  (C12.3)"""
-        if not isinstance(unit, Submission):
-            raise MisuseError(operation, expected="the unit that begin_unit returned", got=repr(unit),
+        if type(unit) is not Submission:
+            raise MisuseError(operation, expected="the unit that begin_unit returned", got=shown(unit),
                               remedy="keep the unit until its commit", clause="C12.3")
         if not unit.is_open or unit not in self.in_flight:
             raise MisuseError(f"{operation} of unit {unit.label}", expected="a unit in flight of this store",

@@ -7,7 +7,7 @@ from os import PathLike
 
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Device
-from pagedkv.errors import Caught, MisuseError
+from pagedkv.errors import Caught, MisuseError, shown
 from pagedkv.record.journal import Journal, TextSink
 from pagedkv.store.store import Store, require_config
 from pagedkv.values.config import AutoCapacity, StoreConfig
@@ -54,7 +54,7 @@ def _open(
 ) -> Store:
     """Resolve automatic capacity, open the journal, and build the store; after an error, close the journal."""
     if not all(hasattr(device, name) for name in ("description", "stream", "empty", "load")):
-        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=repr(device),
+        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=shown(device),
                           remedy="pass a name, or what open_device returned", clause="C1.1")
     _LOG.info("device: %s", device.description)
     resolved: CapacityPlan | None = None

@@ -38,6 +38,7 @@ from pagedkv.errors import (
     MisuseError,
     PagedKVError,
     SnapshotRefused,
+    shown,
 )
 from pagedkv.ledger.batch import Batch, Columns
 from pagedkv.ledger.check import check_ledger
@@ -193,7 +194,14 @@ class Store:
             self._journal.close()
 
     def latch(self, fault: DeviceFault) -> None:
-        """Stop the store after a device error in a caller's launch; the first one becomes the evidence.  (C12.4)"""
+        """Stop the store after a device error in a caller's launch; the first one becomes the evidence.  (C12.4)
+
+        Raises:
+            MisuseError: `fault` is no DeviceFault.
+        """
+        if not isinstance(fault, DeviceFault):
+            raise MisuseError("latch", expected="a DeviceFault", got=shown(fault),
+                              remedy="pass the error that the device raised", clause="C12.4")
         self._access.latch(fault)
 
     @property
@@ -422,7 +430,7 @@ class Store:
         """
         self._access.enter("batch")
         if not isinstance(sequences, Iterable):
-            raise MisuseError("a batch", expected="sequences in batch order", got=repr(sequences),
+            raise MisuseError("a batch", expected="sequences in batch order", got=shown(sequences),
                               remedy="pass a list, of one sequence too", clause="C11.3")
         return self._ledger.batch(tuple(sequences))
 
@@ -448,7 +456,7 @@ class Store:
             The error of a failed publication: the pages are members already, so the store is latched (C12.4).
         """
         self._access.enter("begin_unit", is_publishing=True)
-        by_pool = columns if isinstance(columns, Mapping) else {"main": columns}
+        by_pool = _counts_by_pool(columns)
         unit, slices = self._ledger.begin_unit(name, batch, by_pool)
         if slices:
             with self._access:
@@ -509,12 +517,12 @@ class Store:
             MisuseError: the unit was not waited for, has ended, or wrote fewer columns; nothing changed.
         """
         self._access.enter("commit", is_publishing=self.sanitizer is not None)
+        by_pool = {} if accepted is None else _counts_by_pool(accepted)
         self._ledger.units.require_open(unit, "commit")
         if unit.number not in self._completed:
             raise MisuseError(f"commit of unit {unit.label}", expected="a unit the device has finished",
                               got="one that was not waited for", remedy="call wait(unit), or poll()", clause="C12.3")
-        by_pool = accepted if accepted is None or isinstance(accepted, Mapping) else {"main": accepted}
-        self._ledger.commit_unit(unit, by_pool)
+        self._ledger.commit_unit(unit, None if accepted is None else by_pool)
         self._completed.discard(unit.number)
         self._events.pop(unit.number, None)
         self._settle()  # an abort takes effect here
@@ -536,7 +544,7 @@ class Store:
         """Replay a captured graph on the store's stream; a device error latches the store.  (C12.4)"""
         self._access.enter("launch_graph")
         if not hasattr(graph, "launch"):
-            raise MisuseError("launch_graph", expected="a graph that end_capture gave", got=repr(graph),
+            raise MisuseError("launch_graph", expected="a graph that end_capture gave", got=shown(graph),
                               remedy="capture the unit first", clause="C15.1")
         with self._access:
             graph.launch(self.stream)
@@ -617,7 +625,7 @@ class Store:
             StaleHandle: one of the sequences has ended.
         """
         self._access.enter("trim", is_publishing=self.sanitizer is not None)
-        pages = self._ledger.trim(batch, pool, provisional)
+        pages = self._ledger.trim(batch, pool, _counts(provisional))
         self._settle()
         return pages
 
@@ -777,6 +785,24 @@ class Store:
         )
 
 
+def _counts(columns: Columns) -> Columns:
+    """Read counts of columns once, ahead of every check: reading them may run the caller's code, which may call us."""
+    if type(columns) is int:
+        return columns
+    try:
+        counts = np.array(columns)
+    except ValueError:  # a ragged list, which the ledger refuses
+        return columns
+    return counts if counts.dtype.kind in "iu" else columns
+
+
+def _counts_by_pool(columns: Columns | Mapping[str, Columns]) -> dict[str, Columns]:
+    """Read the columns of each pool once; those without a pool are Main's."""
+    if isinstance(columns, Mapping):
+        return {pool: _counts(given) for pool, given in columns.items()}
+    return {"main": _counts(columns)}
+
+
 def _build_ledger(config: StoreConfig) -> Ledger:
     """Build the ledger under an id that no other process on this machine uses: a handle from there is refused."""
     try:
@@ -791,7 +817,7 @@ def _build_ledger(config: StoreConfig) -> Ledger:
 def require_config(config: StoreConfig) -> None:
     """Refuse a `config` that is not a StoreConfig, or that asks for Host replicas."""
     if not isinstance(config, StoreConfig):
-        raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
+        raise ConfigError("the configuration", expected="a StoreConfig", got=shown(config),
                           remedy="build a StoreConfig first", clause="C5.2")
     if config.host_arena_bytes:
         raise ConfigError("host_arena_bytes", expected="0: this version plans host replicas but has none",
