@@ -61,7 +61,7 @@ class Recorder(Protocol):
         """Note that it was refused."""
 
     def break_off(self, error: BaseException) -> None:
-        """Note that it broke off; a replay cannot repeat anything after it."""
+        """Note that it broke off after its first write; a replay cannot repeat anything after it."""
 
 
 RECORDED: set[str] = set()
@@ -88,7 +88,8 @@ def recorded(operation: Callable[Concatenate[Ledger, P], T]) -> Callable[Concate
             recorder.refuse(error)
             raise
         except BaseException as error:
-            recorder.break_off(error)
+            if ledger.unsettled:
+                recorder.break_off(error)
             raise
         recorder.answer(answer)
         return answer
@@ -241,6 +242,7 @@ class Ledger:
     def attach_state(self, continuation: Continuation, state: object) -> None:
         """Replace the caller's state of a continuation; None says that it is not complete.  (C2.2)"""
         number = self.continuations.require_idle(continuation, "attach_state")
+        self.unsettled = "attach_state"
         self.continuations.states[number].state = state
 
     @recorded
@@ -292,11 +294,11 @@ class Ledger:
 
         The second answer has the slices to publish before the launches, for each pool in which a row crossed a page.
         """
-        self._require_batch(batch)
-        self.units.require_thawed(batch.rows_mask, "a unit")
         if not isinstance(name, str):
             raise MisuseError("the name of a unit", expected="a str", got=shown(name),
                               remedy="pass the name that errors are to print", clause="C12.2")
+        self._require_batch(batch)
+        self.units.require_thawed(batch.rows_mask, "a unit")
         if not columns:
             raise MisuseError("a unit that writes nothing", expected="columns for at least one pool", got="none",
                               remedy="name the pools the unit writes", clause="C9.4")

@@ -12,7 +12,8 @@ once (C6.2).  A Refusal is written with its fields under "refused".
 A line is written and flushed after its operation, so after a crash the journal holds every operation that ended.  If a
 line cannot be written, the operation is still valid and answers as usual: an error would lose its handle and the slices
 to publish.  The failure is logged, the journal ends at that line, and `close` raises JournalFailed.  The lines before
-it can be repeated.  If an operation breaks off, the journal ends too, because a replay cannot repeat an interrupt.
+it can be repeated.  If an operation breaks off after its first write, the journal ends too, because a replay cannot
+repeat an interrupt.  An operation that an exception ends before its first write has no line, and the journal goes on.
 
 The journal holds no queries and no pins of transfers (C7.4).  So a replay differs at an operation that was refused
 because of such a pin.
@@ -28,7 +29,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from pagedkv.errors import Caught, JournalFailed, MisuseError, PagedKVError
+from pagedkv.errors import Caught, JournalFailed, MisuseError, PagedKVError, shown
 from pagedkv.ledger.active_spaces import WINDOW_PAGES
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.record.words import JournalWords, Words, refusal_words
@@ -37,6 +38,8 @@ from pagedkv.values.config import config_as_json
 _LOG = logging.getLogger("pagedkv")
 
 SCHEMA = 2
+
+_CUT_OFF = InterruptedError("an interrupt cut a line off")
 
 
 class TextSink(Protocol):
@@ -57,12 +60,13 @@ class Journal:
 
     Attributes:
         failure: the error of the line that could not be written; no line is written after it.
+        lines: whole lines so far; the header is line 0, so this is the revision of the next operation.
     """
 
     def __init__(self, target: str | PathLike[str] | TextSink) -> None:
         self.failure: BaseException | None = None
+        self.lines = 0
         self._has_ended = False
-        self._lines = 0
         self._is_closed = False
         self._own_file: TextIO | None = None
         if isinstance(target, str | PathLike):
@@ -73,7 +77,7 @@ class Journal:
                                   got=str(error), remedy="name a file of its own in a folder that exists",
                                   clause="C12.4") from error
         elif not all(callable(getattr(target, name, None)) for name in ("write", "flush")):
-            raise MisuseError("a journal", expected="a path or an open text file", got=repr(target),
+            raise MisuseError("a journal", expected="a path or an open text file", got=shown(target),
                               remedy="pass journal=None to record nothing", clause="C12.4")
         self._file: TextSink = target if self._own_file is None else self._own_file  # type: ignore[assignment]
 
@@ -81,22 +85,23 @@ class Journal:
         """Write one line and flush it; a failure is logged and ends the journal."""
         if self._has_ended or self._is_closed:
             return
-        self._has_ended = True  # an interrupt inside a line ends the journal
+        self._has_ended, self.failure = True, _CUT_OFF  # until the line is whole and counted
         with Caught() as caught:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
             self._file.flush()
-        self._has_ended = False
-        self.failure = caught.error
         if caught.error is None:
-            self._lines += 1
+            self.lines += 1
+            self._has_ended = False
+            self.failure = None
         else:
-            self.end(f"{caught.error!r}; operations continue")
+            self.failure = caught.error
+            _LOG.error("the journal ends after %d lines: %s; operations continue", self.lines, shown(caught.error))
 
     def end(self, why: str) -> None:
         """End the journal: log the reason, and write no further line."""
         if not self._has_ended:
             self._has_ended = True
-            _LOG.error("the journal ends after %d lines: %s", self._lines, why)
+            _LOG.error("the journal ends after %d lines: %s", self.lines, why)
 
     def close(self) -> None:
         """Close a file that the journal opened; raises JournalFailed, once, if a line could not be written."""
@@ -108,9 +113,9 @@ class Journal:
                 self._own_file.close()
             self.failure = self.failure or caught.error
         if self.failure is not None:
-            raise JournalFailed("a complete journal", expected="every line written", got=f"{self.failure!r}",
-                                remedy=f"repeat the {self._lines} lines that it holds, or record again",
-                                clause="C12.4", lines=self._lines) from self.failure
+            raise JournalFailed("a complete journal", expected="every line written", got=shown(self.failure),
+                                remedy=f"repeat the {self.lines} lines that it holds, or record again",
+                                clause="C12.4", lines=self.lines) from self.failure
 
     def close_after(self, error: BaseException) -> None:
         """Close while `error` is being raised: a failure of the journal becomes a note of that error."""
@@ -134,15 +139,10 @@ def _open_alone(path: Path) -> TextIO:
 
 
 class JournalRecorder:
-    """Writes every operation of one ledger to a journal; set as `Ledger.recorder`.
-
-    Attributes:
-        revision: operations so far, the refused ones too.
-    """
+    """Writes every operation of one ledger to a journal; set as `Ledger.recorder`."""
 
     def __init__(self, ledger: Ledger, journal: Journal) -> None:
         self.journal = journal
-        self.revision = 0
         self._words = JournalWords(ledger)
         self._operation = ""
         self._operation_arguments: Mapping[str, Any] = {}
@@ -154,11 +154,10 @@ class JournalRecorder:
         """Translate the arguments of an operation now, while their handles are current."""
         self._operation, self._operation_arguments = operation, arguments
         self._argument_words = self._words.arguments(arguments)
-        self.revision += 1
 
     def answer(self, answer: object) -> None:
         """Write the line of an operation that answered."""
-        self._write(self._words.outcome(self.revision, self._operation_arguments, answer))
+        self._write(self._words.outcome(self.journal.lines, self._operation_arguments, answer))
 
     def refuse(self, error: PagedKVError) -> None:
         """Write the line of an operation that was refused."""
@@ -166,8 +165,8 @@ class JournalRecorder:
 
     def break_off(self, error: BaseException) -> None:
         """End the journal: a replay cannot repeat an operation that broke off."""
-        self.journal.end(f"{self._operation} broke off: {error!r}")
+        self.journal.end(f"{self._operation} broke off: {shown(error)}")
 
     def _write(self, outcome: Words) -> None:
-        self.journal.write({"revision": self.revision, "operation": self._operation, "arguments": self._argument_words,
-                            **outcome, "state": self._words.state()})
+        self.journal.write({"revision": self.journal.lines, "operation": self._operation,
+                            "arguments": self._argument_words, **outcome, "state": self._words.state()})

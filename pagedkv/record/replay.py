@@ -195,7 +195,7 @@ class _Replay:
         operation: Any = getattr(self._ledger, line["operation"])
         try:
             arguments = self._words.arguments_from(line["arguments"])
-        except PagedKVError as error:  # a batch of stale handles is refused here, before the operation can refuse it
+        except PagedKVError as error:  # a target that no caller can make
             return refusal_words(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._reader.malformed(number, f"arguments of {line['operation']}", repr(error)) from error

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.errors import PagedKVError
+from pagedkv.errors import PagedKVError, shown
 from pagedkv.ledger.batch import Batch
 from pagedkv.ledger.continuations import Continuation
 from pagedkv.ledger.ledger import Ledger, PoolSlices
@@ -36,6 +36,10 @@ Words = dict[str, Any]
 
 COLUMNS = frozenset({"columns", "accepted", "provisional"})
 """Arguments that hold counts of columns, for which an array of integers is as good as a list."""
+
+
+INT_MAX = 1 << 62
+"""A larger int is written as opaque: `json` raises at one of 5,000 digits, and the journal would end there."""
 
 
 class Opaque:
@@ -79,7 +83,7 @@ class JournalWords:
             return {"state": value is not None}
         if name in COLUMNS and value is not None:
             return _columns(value)
-        if type(value) in {type(None), bool, int, str}:
+        if value is None or isinstance(value, str) or _is_plain(value):
             return value
         return self._handle(value)
 
@@ -99,12 +103,15 @@ class JournalWords:
             words = {field.name: getattr(value, field.name) for field in fields(value)}
             frontier = value.frontier
             words["frontier"] = (_columns(frontier) if isinstance(frontier, Mapping)
-                                 else frontier if type(frontier) in {type(None), int} else {"opaque": repr(frontier)})
+                                 else max(-INT_MAX, min(frontier, INT_MAX)) if type(frontier) is int
+                                 else None if frontier is None else {"opaque": shown(frontier)})
             words["source"] = None if value.source is None else self._handle(value.source)
             return {"target": words}
-        return {"opaque": repr(value)}
+        return {"opaque": shown(value)}
 
     def _numbers(self, store_id: int, *numbers: int) -> list[int]:
+        if any(type(number) is not int or not _is_plain(number) for number in (store_id, *numbers)):
+            return [0 for _ in numbers]  # a forged handle; no store makes one of zeros, so a replay refuses it too
         return [*numbers] if store_id == self.store_id else [*numbers, store_id]
 
     def _value(self, words: object) -> object:
@@ -123,7 +130,7 @@ class JournalWords:
             case "continuation":
                 return Continuation(value[1] if len(value) > 1 else self.store_id, value[0])
             case "batch":
-                return self.ledger.batch([self._sequence_from(entry) for entry in value])
+                return self._batch_from([self._sequence_from(entry) for entry in value])
             case "unit":
                 return self._unit_from(value)
             case "transaction":
@@ -138,6 +145,12 @@ class JournalWords:
     def _sequence_from(self, numbers: list[int]) -> Sequence:
         row, serial = numbers[:2]
         return Sequence(numbers[2] if len(numbers) > 2 else self.store_id, row, serial)
+
+    def _batch_from(self, sequences: list[Sequence]) -> Batch:
+        """Return a batch whose handles the operation itself checks, as it did when it was recorded."""
+        rows = np.array([sequence.row for sequence in sequences], np.int64)
+        known = {row for row in rows.tolist() if 0 <= row < self.ledger.config.max_concurrency}
+        return Batch(tuple(sequences), rows, sum(1 << row for row in known), stamp=-1)
 
     def _unit_from(self, number: int | None) -> Submission:
         if number is None:
@@ -232,23 +245,28 @@ def _copies(copies: tuple[TailCopy, ...]) -> list[list[object]]:
     return [[copy.pool, copy.source_page, copy.destination_page, copy.columns] for copy in copies]
 
 
+def _is_plain(value: object) -> bool:
+    """Say whether a value is a bool, or an int that a journal holds as a number."""
+    return type(value) is bool or (type(value) is int and -INT_MAX <= value <= INT_MAX)
+
+
 def _columns(value: object) -> Words:
     if isinstance(value, Mapping):
-        if all(type(key) is str for key in value):
+        if all(isinstance(key, str) for key in value):
             return {"columns": {key: _counts(counts) for key, counts in value.items()}}
-        return {"opaque": repr(value)}
+        return {"opaque": shown(value)}
     return {"counts": _counts(value)}
 
 
 def _counts(value: object) -> object:
     """Return counts as JSON if NumPy can make an integer array of them, else as opaque."""
-    if type(value) in {int, bool}:
+    if _is_plain(value):
         return value
     if isinstance(value, list | tuple):
         return [_counts(part) for part in value]
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iub":
         return {"array": value.tolist(), "dtype": value.dtype.str}
-    return {"opaque": repr(value)}
+    return {"opaque": shown(value)}
 
 
 def _counts_from(words: object) -> object:

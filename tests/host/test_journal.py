@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import array
+import enum
 import inspect
 import io
 import json
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -98,6 +101,68 @@ def test_a_random_run_repeats_exactly(seed: int) -> None:
         if not missing and round_seed - seed >= WALKS_MIN:
             break
     assert missing == set()
+
+
+class Pool(enum.StrEnum):
+    """Names of pools as an embedder keeps them."""
+
+    MAIN = "main"
+
+
+def test_what_a_store_accepts_or_refuses_a_replay_does_too() -> None:
+    """C12.4: columns in any form that NumPy reads, names in any str, forged handles, huge ints."""
+    file = io.StringIO()
+    with pk.open_store(make_config(), "cpu", journal=file) as store:
+        sequence = store.activate(prompt_tokens=200, output_tokens=0)
+        batch = store.batch([sequence])
+        forms: tuple[Any, ...] = (range(3, 4), array.array("i", [3]), {Pool.MAIN: deque([3])}, [np.int8(3)], 3)
+        for columns in forms:
+            unit = store.begin_unit(batch, columns, name=Pool.MAIN)
+            store.wait(unit)
+            store.commit(unit, columns)
+            store.ensure_mapped_to_tokens(sequence, 200, Pool.MAIN)
+            store.trim(batch, Pool.MAIN, columns if columns != {Pool.MAIN: deque([3])} else 0)
+        kept = store.snapshot(sequence, state=1)
+        ended = store.activate(prompt_tokens=2, output_tokens=0)
+        gone = store.batch([ended])
+        store.finish(ended)
+        wrong: tuple[tuple[Callable[..., object], Any], ...] = (
+            (store.finish, gone), (store.release, batch), (store.begin_round, gone), (store.begin_unit, sequence),
+            (store.finish, pk.Sequence(sequence.store_id, np.int64(0), 1)),  # type: ignore[arg-type]
+            (store.finish, pk.Sequence(sequence.store_id, True, sequence.serial)),
+            (store.release, pk.Continuation(sequence.store_id, 1 << 70)),
+            (lambda tokens: store.truncate(sequence, tokens), 10**5000),
+            (lambda n: store.begin_unit(batch, n), 10**5000),
+            (lambda n: store.activate(prompt_tokens=1, output_tokens=0, source=kept, frontier=n), 10**5000),
+            (lambda n: store.activate(prompt_tokens=1, output_tokens=0, source=kept, frontier={"main": n}), 10**5000),
+        )
+        for call, argument in wrong:
+            with pytest.raises(pk.PagedKVError):
+                call(argument)
+
+    report = pk.replay_journal(lines_of(file))
+    assert (report.difference, report.operations) == (None, len(lines_of(file)) - 1)
+    assert json.loads(lines_of(file)[-1])["arguments"]["target"]["target"]["frontier"] is not None
+
+
+def test_an_operation_that_ends_before_its_first_write_leaves_no_line() -> None:
+    """C12.4: nothing has happened, so the journal goes on, and its next line has the next number."""
+    ledger, file = journaled()
+    sequence = activate(ledger, 100)
+
+    class Unreadable(dict[str, int]):
+        def items(self) -> Any:
+            if self.pop("again", None) is None:
+                raise LookupError("read once")
+            return {"main": 3}.items()
+
+    ledger.unsettled = ""  # as a store does at the end of its call
+    with pytest.raises(LookupError):
+        ledger.begin_unit("unit", ledger.batch([sequence]), Unreadable(main=3, again=1))
+    ledger.finish(sequence)
+
+    assert "finish" in lines_of(file)[-1]
+    assert pk.replay_journal(lines_of(file)).difference is None
 
 
 def test_what_ended_already_is_refused_in_a_replay_too() -> None:

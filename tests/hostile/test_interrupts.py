@@ -7,6 +7,7 @@ error of another kind later.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -153,3 +154,36 @@ def test_an_interrupt_at_any_line_leaves_before_after_or_a_latched_store(
                 call(stage)
         stage.store.close()
     print(f"{name}: {count.lines} lines, latched at {latched}")
+
+
+def refuse(store: pk.Store, sequence: pk.Sequence) -> None:
+    """Ask for what a store refuses."""
+    with pytest.raises(pk.MisuseError):
+        store.truncate(sequence, 5000)
+
+
+def test_an_interrupt_leaves_no_gap_in_a_journal(device: pk.Device) -> None:
+    """C12.4: a line that was not written has no number; where one is cut off, the journal ends and closing says so."""
+    lines = 1
+    while True:
+        file = io.StringIO()
+        store = pk.open_store(CONFIG, device, journal=file)
+        sequence = store.activate(prompt_tokens=70, output_tokens=0)
+        try:
+            with Interrupt(lines, KeyboardInterrupt):
+                refuse(store, sequence)
+            has_ended = True
+        except KeyboardInterrupt:
+            has_ended = False
+        assert store.evidence is None
+        store.finish(sequence)
+        try:
+            store.close()
+            assert '"finish"' in file.getvalue()
+        except pk.JournalFailed:
+            assert '"finish"' not in file.getvalue()
+        assert pk.replay_journal(file.getvalue().splitlines(keepends=True)).difference is None
+        if has_ended:
+            break
+        lines += 1
+    assert lines > 50
