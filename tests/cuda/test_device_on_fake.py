@@ -287,15 +287,6 @@ def test_pinned_bytes_are_counted_and_may_be_dropped_under_capture(device: CudaD
     assert device.pinned_bytes == 0
 
 
-@pytest.mark.parametrize("align_bytes", [1, 256, 512, 1024, 4096])
-def test_arrays_are_aligned(device: CudaDevice, align_bytes: int) -> None:
-    """C3.10, beyond what a pool gives by itself too."""
-    for count in (1, 4097):
-        array = device.empty(count, np.uint8, align_bytes=align_bytes)
-
-        assert device.address(array) % align_bytes == 0
-
-
 # ---- compilation -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("option", ["--use_fast_math", "-ftz=true", "--ftz=true", "--fmad=true", "--prec-div=false"])
 def test_options_that_change_bits_are_refused(machine: FakeCupy, option: str) -> None:

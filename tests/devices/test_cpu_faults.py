@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.errors import DeviceFault
-from tests.kernels.cpu_helpers import cpu_device, kernel, launch
+from tests.kernels.cpu_helpers import cpu_device, launch
 
 STORE_AT = r"""
 extern "C" __global__ void store_at(float* out, long long index) {
@@ -21,8 +22,15 @@ extern "C" __global__ void store_at(float* out, long long index) {
 }
 """
 
-LOAD_AT = r"""
-extern "C" __global__ void load_at(const float* in, float* out, int index) { out[0] = in[index]; }
+TWO_SHARED = "PK_SHARED(int, first, 32); PK_SHARED(int, second, 100); first[threadIdx.x] = 1; second[i] = first[0];"
+POKE = 'extern "C" __global__ void poke(unsigned char* out, int offset) { out[offset] = 1; }'
+HEAL = 'extern "C" __global__ void heal(unsigned long long at) { *reinterpret_cast<unsigned char*>(at) = 0xA5; }'
+DEEP = r"""
+static __noinline__ int deep(int n) {
+    volatile int pad[512];
+    pad[n & 511] = n;
+    return n ? deep(n - 1) + pad[n & 511] : 0;
+}
 """
 
 
@@ -47,24 +55,50 @@ def test_a_write_past_the_end_names_buffer_and_thread(threads: int, index: int, 
         assert out.tolist() == [0.0] * 63 + [1.0]
 
 
-def test_a_write_before_the_start_and_a_read_past_the_end_name_the_buffer(cpu: CpuDevice) -> None:
-    """A guard lies in front of the data; a read corrupts nothing, so a GPU would hide it."""
-    keys, out = cpu.zeros(1024, np.float32, name="keys"), cpu.zeros(1, np.float32)
-    before = fault_of(cpu, "store_at", STORE_AT, (keys, np.int64(-1)))
-    past = fault_of(cpu, "load_at", LOAD_AT, (keys, out, np.int32(1024)))
+NAMED: dict[str, tuple[str, str, tuple[Any, ...], int, str]] = {
+    # Parameters and body of a kernel; its arguments, where a text is a buffer of 1024 floats; threads; the message.
+    "write_before": ("float* p, int i", "p[i] = 1.0f;", ("keys", -1), 32, r"4 bytes before buffer 'keys' .* \(1024,\)"),
+    "read_past": ("float* p, int i", "p[0] = p[i];", ("keys", 1024), 32, "past the end of buffer 'keys'"),
+    "null": ("int* p", "p[threadIdx.x] = 1;", (None,), 32, "SIGSEGV"),
+    "divide": ("int* p, int d", "*p = 9 / (*p + d) + *p % (d + d);", ("zero", 0), 32, "SIGFPE"),
+    "trap": ("int* p", "if (threadIdx.x == 3) __trap();", (None,), 32, "__trap"),
+    "overflow": ("int* p", "PK_SHARED(int, o, 1); o[0] = deep(1000);", (None,), 32, "the thread's stack overflowed"),
+    "shared_past": ("int i", TWO_SHARED, (101,), 32,
+                    r"an access 4 bytes past the end of shared buffer 'second' \(400 bytes\)"),
+    "shared_before": ("int i", TWO_SHARED, (-1025,), 32, "before shared buffer 'second'"),
+    # 6 bytes in an alignment of 16: the end of the block checks the canary.
+    "shared_slack": ("int i", "PK_SHARED(unsigned char, six, 6); six[i] = 1;", (8,), 1,
+                     r"shared buffer 'six' \(6 bytes\) was written 2 bytes past its end"),
+    "greedy": ("int i", "PK_SHARED(float, small, 1000); PK_SHARED(float, large, 60000); small[0] = large[i];", (0,), 1,
+               r"too much shared memory: 'large' \(240000 bytes\) brings the block to 244000 bytes"),
+}
 
-    assert "4 bytes before buffer 'keys' float32 (1024,)" in str(before)
-    assert "past the end of buffer 'keys'" in str(past)
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_mistake_in_a_kernel_is_a_fault_that_names_it(cpu: CpuDevice, name: str) -> None:
+    """Guards lie in front of data and behind it, and around each shared array; twenty times over, and none is the last.
+
+    Null pointers, integer division by zero, __trap, a stack that is too small, and more than 227 KiB of shared memory
+    are faults too.
+    """
+    parameters, body, given, block, message = NAMED[name]
+    text = f'{DEEP}extern "C" __global__ void {name}({parameters}) {{ {body} }}'
+    arguments = tuple(cpu.zeros(1024, np.float32, name=value) if isinstance(value, str)
+                      else value if value is None else np.int32(value) for value in given)  # fmt: skip
+    for _ in range(20):
+        fault = fault_of(cpu, name, text, arguments, block=block)
+        assert re.search(message, str(fault))
+        assert (name, (0, 0, 0)) == (fault.fields["kernel"], fault.fields["block"])
+    launch(cpu, "store_at", STORE_AT, 3, 32, (cpu.zeros(1, np.float32), np.int64(0)))
 
 
 def test_an_access_to_freed_memory_is_named(cpu: CpuDevice) -> None:
     """A stale pointer holds the address of a freed array."""
-    text = r"""extern "C" __global__ void stale(unsigned long long address) { *reinterpret_cast<int*>(address) = 1; }"""
     old = cpu.zeros(64, np.int32, name="old plane")
     address = cpu.address(old)
     del old
     gc.collect()
-    fault = fault_of(cpu, "stale", text, (np.uint64(address),))
+    fault = fault_of(cpu, "heal", HEAL, (np.uint64(address),))
 
     assert "in buffer 'old plane' int32 (64,), which was freed" in str(fault)
 
@@ -72,28 +106,22 @@ def test_an_access_to_freed_memory_is_named(cpu: CpuDevice) -> None:
 @pytest.mark.parametrize("offset", [10, 15, -1, -700])
 def test_a_write_into_the_slack_is_found_by_its_canary(cpu: CpuDevice, offset: int) -> None:
     """10 bytes in 256-byte alignment leave slack before the guard page; canaries lie there and in front."""
-    text = r"""extern "C" __global__ void poke(unsigned char* out, int offset) { out[offset] = 1; }"""
     out = cpu.zeros(10, np.uint8, name="bytes")
     cpu.check_canaries()
-    launch(cpu, "poke", text, 1, 1, (out, np.int32(offset)))
+    launch(cpu, "poke", POKE, 1, 1, (out, np.int32(offset)))
     where = f"{offset - 10} bytes past its end" if offset > 0 else f"{-offset} bytes before its start"
     with pytest.raises(DeviceFault, match=f"buffer 'bytes' uint8 .* was overwritten {where}"):
         cpu.check_canaries()
 
-    out_address = cpu.address(out)
-    launch(cpu, "heal", HEAL, 1, 1, (np.uint64(out_address + offset),))
+    launch(cpu, "heal", HEAL, 1, 1, (np.uint64(cpu.address(out) + offset),))
     cpu.check_canaries()
-
-
-HEAL = r"""extern "C" __global__ void heal(unsigned long long at) { *reinterpret_cast<unsigned char*>(at) = 0xA5; }"""
 
 
 def test_a_canary_is_checked_when_the_buffer_is_freed(cpu: CpuDevice) -> None:
     """The next launch or synchronization raises; a destructor cannot."""
-    text = r"""extern "C" __global__ void poke(unsigned char* out, int offset) { out[offset] = 1; }"""
     out = cpu.zeros(10, np.uint8, name="short lived")
     stream = cpu.stream()
-    launch(cpu, "poke", text, 1, 1, (out, np.int32(12)))
+    launch(cpu, "poke", POKE, 1, 1, (out, np.int32(12)))
     stream.synchronize()
     del out
     gc.collect()
@@ -103,37 +131,10 @@ def test_a_canary_is_checked_when_the_buffer_is_freed(cpu: CpuDevice) -> None:
     stream.synchronize()
 
 
-def test_a_write_past_shared_memory_names_the_array(cpu: CpuDevice) -> None:
-    """Shared arrays have guard pages of their own, one behind the other."""
-    text = r"""
-extern "C" __global__ void shared_over(int* out, int index) {
-    PK_SHARED(int, first, 32);
-    PK_SHARED(int, second, 100);
-    first[threadIdx.x] = 1;
-    second[index] = 1;
-    out[0] = first[0];
-}"""
-    out = cpu.zeros(1, np.int32)
-    past = fault_of(cpu, "shared_over", text, (out, np.int32(101)))
-    before = fault_of(cpu, "shared_over", text, (out, np.int32(-1025)))
-    launch(cpu, "shared_over", text, 3, 32, (out, np.int32(99)))
-
-    assert "an access 4 bytes past the end of shared buffer 'second' (400 bytes)" in str(past)
-    assert "before shared buffer 'second'" in str(before)
-    assert int(out[0]) == 1
-
-
-def test_slack_behind_shared_memory_is_watched(cpu: CpuDevice) -> None:
-    """6 bytes in an alignment of 16: the end of the block checks the canary."""
-    text = r"""
-extern "C" __global__ void shared_slack(int index) {
-    PK_SHARED(unsigned char, six, 6);
-    six[index] = 1;
-}"""
-    fault = fault_of(cpu, "shared_slack", text, (np.int32(8),), block=1)
-    launch(cpu, "shared_slack", text, 1, 1, (np.int32(5),))
-
-    assert "shared buffer 'six' (6 bytes) was written 2 bytes past its end" in str(fault)
+def test_the_last_element_of_shared_memory_may_be_written(cpu: CpuDevice) -> None:
+    """Also of an array that ends before its alignment does."""
+    for body, last in ((TWO_SHARED, 99), (NAMED["shared_slack"][1], 5)):
+        launch(cpu, "last", f'extern "C" __global__ void last(int i) {{ {body} }}', 3, 32, (np.int32(last),))
 
 
 def test_fresh_memory_is_poison(cpu: CpuDevice) -> None:
@@ -151,49 +152,6 @@ extern "C" __global__ void poison(unsigned* out) {
     assert np.unique(cpu.empty(1000, np.uint8)).tolist() == [0xFF]
     assert np.unique(cpu.pinned(1000, np.uint8)).tolist() == [0xFF]
     assert np.unique(cpu.zeros(1000, np.uint8)).tolist() == [0]
-
-
-def test_too_much_shared_memory_is_refused(cpu: CpuDevice) -> None:
-    """227 KiB is what a block may have."""
-    text = r"""
-extern "C" __global__ void greedy() {
-    PK_SHARED(float, small, 1000);
-    PK_SHARED(float, large, 60000);
-    small[0] = large[0];
-}"""
-    fault = fault_of(cpu, "greedy", text, (), block=1)
-
-    assert "too much shared memory: 'large' (240000 bytes) brings the block to 244000 bytes" in str(fault)
-
-
-SIGNALS = {
-    "null": (r"""extern "C" __global__ void null(int* p, int d) { p[threadIdx.x] = 1; }""", "SIGSEGV"),
-    "divide": (r"""extern "C" __global__ void divide(int* p, int d) { *p = 9 / (*p + d) + *p % (d + d); }""", "SIGFPE"),
-    "trap": (r"""extern "C" __global__ void trap(int* p, int d) { if (threadIdx.x == 3) __trap(); }""", "__trap"),
-    "overflow": (
-        r"""
-static __noinline__ int deep(int n) {
-    volatile int pad[512];
-    pad[n & 511] = n;
-    return n ? deep(n - 1) + pad[n & 511] : 0;
-}
-extern "C" __global__ void overflow(int* p, int d) { PK_SHARED(int, o, 1); o[0] = deep(1000); }""",
-        "the thread's stack overflowed",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SIGNALS)
-def test_a_signal_in_a_kernel_is_a_fault(cpu: CpuDevice, name: str) -> None:
-    """Null pointers, integer division by zero, __trap and a stack that is too small; twenty times over."""
-    text, message = SIGNALS[name]
-    out = cpu.zeros(1, np.int32)
-    argument = out if name == "divide" else None
-    for _ in range(20):
-        fault = fault_of(cpu, name, text, (argument, np.int32(0)))
-        assert message in str(fault)
-        assert (name, (0, 0, 0)) == (fault.fields["kernel"], fault.fields["block"])
-    launch(cpu, "store_at", STORE_AT, 3, 32, (cpu.zeros(1, np.float32), np.int64(0)))
 
 
 def test_a_fault_in_one_block_stops_the_launch_on_every_os_thread() -> None:
@@ -216,12 +174,9 @@ extern "C" __global__ void stuck(int* flag, int* out) {
 def test_two_devices_keep_their_buffers_apart() -> None:
     """A fault names a buffer of the device that launched."""
     with cpu_device() as one, cpu_device() as other:
-        mine, theirs = one.zeros(64, np.float32, name="mine"), other.zeros(64, np.float32, name="theirs")
-        fault = fault_of(one, "store_at", STORE_AT, (mine, np.int64(64)))
-        other_fault = fault_of(other, "store_at", STORE_AT, (theirs, np.int64(64)))
-
-        assert "'mine'" in str(fault)
-        assert "'theirs'" in str(other_fault)
+        buffers = {"mine": one.zeros(64, np.float32, name="mine"), "theirs": other.zeros(64, np.float32, name="theirs")}
+        for device, name in ((one, "mine"), (other, "theirs")):
+            assert f"'{name}'" in str(fault_of(device, "store_at", STORE_AT, (buffers[name], np.int64(64))))
 
 
 ARRAY_INDEX = r"""
@@ -229,9 +184,8 @@ extern "C" __global__ void array_index(int* out, int index) {
     int table[4] = {1, 2, 3, 4};
     out[0] = table[index];
 }"""
-
 MISALIGNED = r"""
-extern "C" __global__ void misaligned(const unsigned char* in, int* out) {
+extern "C" __global__ void misaligned(int* out, const unsigned char* in) {
     out[0] = *reinterpret_cast<const int*>(in + 1);
 }"""
 
@@ -240,12 +194,11 @@ def test_the_trap_build_stops_at_a_wrong_index_and_a_misaligned_access() -> None
     """checks="bounds"; the ordinary build allows both, and a GPU allows the first."""
     with cpu_device(checks="bounds") as device:
         bytes_in, out = device.zeros(64, np.uint8), device.zeros(1, np.int32)
-        index_fault = fault_of(device, "array_index", ARRAY_INDEX, (out, np.int32(4)), block=1)
-        align_fault = fault_of(device, "misaligned", MISALIGNED, (bytes_in, out), block=1)
+        for name, text, argument in (("array_index", ARRAY_INDEX, np.int32(4)), ("misaligned", MISALIGNED, bytes_in)):
+            fault = fault_of(device, name, text, (out, argument), block=1)
+            assert "a failed bounds or alignment check" in str(fault)
         launch(device, "array_index", ARRAY_INDEX, 1, 1, (out, np.int32(3)))
 
-        assert "a failed bounds or alignment check" in str(index_fault)
-        assert "a failed bounds or alignment check" in str(align_fault)
         assert int(out[0]) == 4
 
 
@@ -283,9 +236,7 @@ def test_a_signal_outside_a_kernel_goes_to_the_previous_handler(how: str) -> Non
 def test_a_fault_names_the_source_line_when_binutils_are_there(cpu: CpuDevice) -> None:
     """Line tables are in every module; addr2line reads them."""
     out = cpu.zeros(64, np.float32)
-    found = kernel(cpu, "store_at", STORE_AT)
-    with pytest.raises(DeviceFault) as caught:
-        found.launch((3, 1, 1), (32, 1, 1), (out, np.int64(64)), cpu.stream())
-    words = str(caught.value.fields["reason"]).split(" at ")
+    fault = fault_of(cpu, "store_at", STORE_AT, (out, np.int64(64)))
+    words = str(fault.fields["reason"]).split(" at ")
 
     assert len(words) == 1 or words[-1] == "test_store_at.cu:3"

@@ -57,31 +57,26 @@ extern "C" __global__ void collectives(const int* values, int* out) {
 """
 
 WARP_REDUCE = r"""
-extern "C" __global__ void warp_reduce(const float* values, unsigned* mismatches) {
-    float a[70], b[70];
-    for (int i = 0; i < 70; ++i) a[i] = b[i] = values[i * 32 + threadIdx.x];
-    pk_warp_max(a);
+template <int N> static unsigned mismatches_of(const float* values) {
+    float largest[N], sum[N];
     unsigned bad = 0;
-    for (int i = 0; i < 70; ++i) {
-        for (int s = 16; s > 0; s >>= 1) b[i] = fmaxf(b[i], __shfl_xor_sync(0xFFFFFFFFu, b[i], s));
-        bad += __float_as_uint(a[i]) != __float_as_uint(b[i]);
+    for (int i = 0; i < N; ++i) largest[i] = sum[i] = values[i * 32 + threadIdx.x];
+    pk_warp_max(largest);
+    pk_warp_sum(sum);
+    for (int i = 0; i < N; ++i) {
+        float a = values[i * 32 + threadIdx.x], b = a;
+        for (int s = 16; s > 0; s >>= 1) {
+            a = fmaxf(a, __shfl_xor_sync(0xFFFFFFFFu, a, s));
+            b = __fadd_rn(b, __shfl_xor_sync(0xFFFFFFFFu, b, s));
+        }
+        bool both_nan = sum[i] != sum[i] && b != b;
+        bad += __float_as_uint(a) != __float_as_uint(largest[i]);
+        bad += !both_nan && __float_as_uint(b) != __float_as_uint(sum[i]);
     }
-    for (int i = 0; i < 70; ++i) a[i] = b[i] = values[i * 32 + threadIdx.x];
-    pk_warp_sum(a);
-    for (int i = 0; i < 70; ++i) {
-        for (int s = 16; s > 0; s >>= 1) b[i] = __fadd_rn(b[i], __shfl_xor_sync(0xFFFFFFFFu, b[i], s));
-        bool both_nan = a[i] != a[i] && b[i] != b[i];
-        bad += !both_nan && __float_as_uint(a[i]) != __float_as_uint(b[i]);
-    }
-    float c = values[threadIdx.x], m[1] = {c}, s[1] = {c};
-    pk_warp_max(m);
-    pk_warp_sum(s);
-    for (int k = 16; k > 0; k >>= 1) c = fmaxf(c, __shfl_xor_sync(0xFFFFFFFFu, c, k));
-    bad += __float_as_uint(c) != __float_as_uint(m[0]);
-    c = values[threadIdx.x];
-    for (int k = 16; k > 0; k >>= 1) c = __fadd_rn(c, __shfl_xor_sync(0xFFFFFFFFu, c, k));
-    bad += __float_as_uint(c) != __float_as_uint(s[0]);
-    mismatches[threadIdx.x] = bad;
+    return bad;
+}
+extern "C" __global__ void warp_reduce(const float* values, unsigned* mismatches) {
+    mismatches[threadIdx.x] = mismatches_of<70>(values) + mismatches_of<1>(values);
 }
 """
 
@@ -139,24 +134,14 @@ def reduce_rows(device: CpuDevice, values: npt.NDArray[np.float32]) -> npt.NDArr
     return np.array(sums)
 
 
-def test_a_reduction_in_shared_memory_has_the_same_bits_in_every_order(order: str, rng: np.random.Generator) -> None:
-    """Barriers make the order of lanes, warps and blocks invisible."""
-    values = rng.standard_normal((37, 1000), np.float32)
+@pytest.mark.parametrize(("order", "threads"), [*((order, 1) for order in ORDERS), *(("random", n) for n in (2, 3, 8))])
+def test_a_reduction_in_shared_memory_has_the_same_bits(order: str, threads: int, rng: np.random.Generator) -> None:
+    """Barriers make the order of lanes, warps and blocks invisible, and helper threads that share a long launch too."""
+    values = rng.standard_normal((600 if threads > 1 else 37, 1000), np.float32)
     with cpu_device() as device:
         expected = reduce_rows(device, values)
 
-    with cpu_device(order, seed=3) as device:
-        assert expected.tobytes() == reduce_rows(device, values).tobytes()
-
-
-@pytest.mark.parametrize("threads", [2, 3, 8])
-def test_blocks_on_several_os_threads_give_the_bits_of_one(threads: int, rng: np.random.Generator) -> None:
-    """Helper threads share a long launch; the result does not show it."""
-    values = rng.standard_normal((600, 1000), np.float32)
-    with cpu_device() as device:
-        expected = reduce_rows(device, values)
-
-    with cpu_device("random", seed=1, threads=threads) as device:
+    with cpu_device(order, seed=3, threads=threads) as device:
         for _ in range(3):
             assert expected.tobytes() == reduce_rows(device, values).tobytes()
 
@@ -185,32 +170,29 @@ def test_array_reductions_have_the_bits_of_the_shuffle_tree(ordered: CpuDevice, 
     assert [0] * 32 == mismatches.tolist()
 
 
+def race_outs(order: str, seed: int) -> list[list[int]]:
+    """Run the race twice on a fresh device."""
+    with cpu_device(order, seed=seed) as device:
+        outs = [device.empty(64, np.int32) for _ in range(2)]
+        for out in outs:
+            launch(device, "race", RACE, 1, 64, (out,))
+        return [out.tolist() for out in outs]
+
+
 def test_a_data_race_gives_different_bits_in_another_order() -> None:
     """The missing barrier shows: ascending sees the old value, descending the new one."""
-    seen = {}
-    for order in ORDERS:
-        with cpu_device(order, seed=11) as device:
-            out = device.empty(64, np.int32)
-            launch(device, "race", RACE, 1, 64, (out,))
-            seen[order] = out.tolist()
+    ascending, descending = [-1] * 63 + [0], [*range(1, 64), -1]
 
-    assert seen["ascending"] == [-1] * 63 + [0]
-    assert seen["descending"] == [*range(1, 64), -1]
-    assert seen["random"] not in (seen["ascending"], seen["descending"])
+    assert race_outs("ascending", 11) == [ascending] * 2
+    assert race_outs("descending", 11) == [descending] * 2
+    assert race_outs("random", 11)[0] not in (ascending, descending)
 
 
 def test_a_random_order_repeats_with_its_seed() -> None:
     """A failure found under a seed is found again under it; every launch draws another order."""
-    runs = []
-    for seed in (1, 1, 2):
-        with cpu_device("random", seed=seed) as device:
-            outs = [device.empty(64, np.int32) for _ in range(2)]
-            for out in outs:
-                launch(device, "race", RACE, 1, 64, (out,))
-            runs.append([out.tolist() for out in outs])
+    runs = [race_outs("random", seed) for seed in (1, 1, 2)]
 
-    assert runs[0] == runs[1]
-    assert runs[0] != runs[2]
+    assert runs[0] == runs[1] != runs[2]
     assert runs[0][0] != runs[0][1]
 
 
@@ -228,13 +210,10 @@ def test_every_block_runs_once_in_the_chosen_order(ordered: CpuDevice, order: st
     found = kernel(ordered, "order_of_blocks", ORDER_OF_BLOCKS)
     found.launch((5, 4, 3), (1, 1, 1), (following, seen), ordered.stream())
 
-    assert sorted(seen.tolist()) == list(range(60))
-    if order == "ascending":
-        assert seen.tolist() == list(range(60))
-    elif order == "descending":
-        assert seen.tolist() == list(range(59, -1, -1))
-    else:
-        assert seen.tolist() not in (list(range(60)), list(range(59, -1, -1)))
+    straight = list(range(60))
+    places = {"ascending": [straight], "descending": [straight[::-1]]}
+    assert sorted(seen.tolist()) == straight
+    assert (seen.tolist() in places.get(order, [straight, straight[::-1]])) == (order in places)
 
 
 INDICES = r"""
@@ -358,8 +337,7 @@ def test_a_partial_warp_takes_part_with_the_lanes_it_has(ordered: CpuDevice) -> 
     launch(ordered, "partial", PARTIAL_WARP, 1, 40, (out,))
     votes = [0xAAAAAA00] * 32 + [0xAA00] * 8
 
-    assert [v & 0xFF for v in out.tolist()] == [t + 1 if t % 8 < 7 else t for t in range(40)]
-    assert [v & 0xFFFFFF00 for v in out.tolist()] == votes
+    assert out.tolist() == [votes[t] + (t + 1 if t % 8 < 7 else t) for t in range(40)]
 
 
 COOPERATE = r"""
