@@ -20,6 +20,7 @@ from pagedkv.devices.cuda.compiler import compile_module, read_signatures
 from pagedkv.devices.cuda.runtime import COUNTED, CudaRuntime
 from tests.checkout import ROOT, name_of
 from tests.cuda.fake_cupy import THREAD_LOCAL, FakeCupy
+from tests.devices.test_launch import EVERY_KIND
 from tests.kernels.cpu_helpers import cpu_device
 
 cupy = pytest.importorskip("cupy", reason="CuPy, an external package that may be absent")
@@ -94,15 +95,6 @@ def parameters(line: str) -> list[tuple[str, bool]]:
     return result
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_cupy_has_what_is_called_and_says_its_signature(path: str) -> None:
-    """A name that CuPy drops or renames fails here, not on a customer's GPU."""
-    assert callable(found(cupy, path))
-    name = path.rpartition(".")[2]
-
-    assert re.fullmatch(rf"(?:\w+\.)?{name}(?:\.__init__)?\(.*\)(?: -> .+)?", signature_line(path))
-
-
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.path}@{call.where.rpartition('/')[2]}")
 def test_every_call_fits_cupys_signature(call: Call) -> None:
     """Number of arguments and names of keywords."""
@@ -118,19 +110,22 @@ def test_every_call_fits_cupys_signature(call: Call) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_fake_takes_what_cupy_takes(path: str) -> None:
-    """Same parameters in the same order, same ones optional."""
+def test_cupy_has_what_is_called_and_the_fake_takes_the_same(path: str) -> None:
+    """A name that CuPy drops or renames fails here, not on a customer's GPU.
+
+    The fake has the same parameters in the same order, and the same ones are optional.
+    """
+    line = signature_line(path)
     with cpu_device() as below:
         target = found(FakeCupy(below), path)
         function = target.__new__ if path == "ndarray" else target.__init__ if inspect.isclass(target) else target
         has_own = not (inspect.isclass(target) and function is object.__init__)
-        fake = [
-            (p.name, p.default is not p.empty)
-            for p in (inspect.signature(function).parameters.values() if has_own else ())
-            if p.name not in {"self", "cls"}
-        ]
+        declared = inspect.signature(function).parameters.values() if has_own else ()
+        fake = [(p.name, p.default is not p.empty) for p in declared if p.name not in {"self", "cls"}]
 
-    assert parameters(signature_line(path)) == fake
+    assert callable(found(cupy, path))
+    assert re.fullmatch(rf"(?:\w+\.)?{path.rpartition('.')[2]}(?:\.__init__)?\(.*\)(?: -> .+)?", line)
+    assert parameters(line) == fake
 
 
 def test_everything_counted_exists() -> None:
@@ -148,16 +143,11 @@ def test_constants_are_cupys() -> None:
 
 
 # ---- NVRTC, which needs no GPU either --------------------------------------------------------------------------------
-EVERY_KIND = r"""
-extern "C" __global__ void every_kind(double* out, const float* in, bool b, signed char i1, unsigned char u1, short i2,
-                                      unsigned short u2, int i4, unsigned u4, long long i8, unsigned long long u8,
-                                      float f4, double f8) {}
-extern "C" __global__ void nothing() {}
-"""
+NOTHING = 'extern "C" __global__ void nothing() {}'
 
 
 @pytest.mark.parametrize("spec", [
-    pk.ModuleSpec("test_kinds", text=EVERY_KIND, kernels=("every_kind", "nothing")),
+    pk.ModuleSpec("test_kinds", text=EVERY_KIND + NOTHING, kernels=("every_kind", "nothing")),
     *(spec for spec in pk.shipped_modules() if spec.name in {"page_moves", "linear", "k8v4_d64", "context_d64"}),
 ], ids=lambda spec: str(spec.name))
 def test_both_compilers_see_the_same_signatures(

@@ -76,26 +76,47 @@ def fill(device: CudaDevice, target: Any, values: Any) -> None:
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("fn", [sum_of_products, hidden_product])
-def test_matrix_products_run_eagerly_and_are_refused_under_capture(device: CudaDevice, fn: Callable[..., None]) -> None:
-    """C15.1: the byte code shows an open product; CuPy itself refuses a hidden one."""
+@pytest.mark.parametrize(("fn", "message"), [
+    (sum_of_products, "library matrix product"), (hidden_product, "library matrix product"),
+    (read_back, "read nothing back"),
+])
+def test_products_and_values_read_back_are_refused_under_capture(
+    device: CudaDevice, fn: Callable[..., None], message: str
+) -> None:
+    """C15.1: the byte code shows an open product; CuPy itself refuses a hidden one, and a branch on device data."""
     target, source = pair(device)
     stream = device.stream()
     fill(device, source, np.arange(9).reshape(3, 3))
     device.call(stream, fn, target, source)
     device.begin_capture(stream)
-    with pytest.raises(CaptureRefused, match="library matrix product"):
+    with pytest.raises(CaptureRefused, match=message):
         device.call(stream, fn, target, source)
     device.abort_capture(stream)
 
-    assert np.array_equal(source.get() @ source.get(), target.get())
+    assert fn is read_back or np.array_equal(source.get() @ source.get(), target.get())
 
 
-def test_a_function_for_the_cpu_only_is_refused(device: CudaDevice) -> None:
-    """Eagerly and under capture: it would run NumPy's products on CuPy's arrays."""
+@pytest.mark.parametrize(("fn", "error", "message"), [
+    (marked, MisuseError, "marked cpu_only"), (with_numpy, TypeError, "Unsupported type"),
+    (divide, ZeroDivisionError, "^$"),
+])
+def test_a_call_that_fails_tells_its_caller_at_submission(
+    device: CudaDevice, fn: Callable[..., None], error: type[Exception], message: str
+) -> None:
+    """Under capture too, and the capture stays open.
+
+    `marked` would run NumPy's products on CuPy's arrays; `np.arange(n)` without `like=source` works on cpu by accident.
+    """
     target, source = pair(device)
-    with pytest.raises(MisuseError, match="marked cpu_only"):
-        device.call(device.stream(), marked, target, source)
+    stream = device.stream()
+    with pytest.raises(error, match=message):
+        device.call(stream, fn, target, source)
+    fill(device, source, np.zeros((3, 3)))
+    device.begin_capture(stream)
+    with pytest.raises(error, match=message):
+        device.call(stream, fn, target, source)
+
+    assert device.end_capture(stream).nodes == ()
 
 
 def test_a_captured_call_runs_once_and_replays_on_memory(device: CudaDevice, machine: FakeCupy) -> None:
@@ -136,37 +157,6 @@ def test_a_graph_without_a_warm_up_is_refused_because_nothing_can_be_allocated(d
     assert [node.name for node in device.end_capture(stream).nodes] == ["double"]
 
 
-def test_reading_a_value_back_under_capture_is_refused(device: CudaDevice) -> None:
-    """A branch on device data would be decided once, at capture."""
-    target, source = pair(device)
-    stream = device.stream()
-    device.call(stream, read_back, target, source)
-    device.begin_capture(stream)
-    with pytest.raises(CaptureRefused, match="read nothing back"):
-        device.call(stream, read_back, target, source)
-    device.abort_capture(stream)
-
-
-def test_a_numpy_array_among_cupys_is_refused_by_cupy(device: CudaDevice) -> None:
-    """What works on cpu by accident: `np.arange(n)` instead of `np.arange(n, like=source)`."""
-    target, source = pair(device)
-    with pytest.raises(TypeError, match="Unsupported type"):
-        device.call(device.stream(), with_numpy, target, source)
-
-
-def test_an_exception_in_a_call_reaches_the_caller(device: CudaDevice) -> None:
-    """At submission, under capture too; the capture stays open."""
-    target, source = pair(device)
-    stream = device.stream()
-    with pytest.raises(ZeroDivisionError):
-        device.call(stream, divide, target, source)
-    device.begin_capture(stream)
-    with pytest.raises(ZeroDivisionError):
-        device.call(stream, divide, target, source)
-
-    assert device.end_capture(stream).nodes == ()
-
-
 def test_a_pinned_array_in_a_call_is_the_same_memory_seen_by_cupy(device: CudaDevice) -> None:
     """Otherwise NumPy would run on the host at capture, and never again."""
     pinned, target = device.pinned((3, 3), np.float32), device.zeros((3, 3), np.float32)
@@ -199,37 +189,32 @@ def test_a_pageable_source_is_read_before_the_copy_returns(device: CudaDevice, m
     assert np.array_equal(source, target.get())
 
 
-def test_small_pageable_copies_share_one_staging_until_the_stream_is_waited_for(device: CudaDevice) -> None:
-    """Publishing a table slice costs one driver call; nothing is pinned for it."""
-    stream, target = device.stream(), device.zeros(4, np.int32)
+def test_small_pageable_copies_share_one_staging_until_the_stream_is_waited_for(
+    device: CudaDevice, machine: FakeCupy
+) -> None:
+    """Publishing a table slice costs one driver call, pins nothing, and needs no event after a synchronization."""
+    half = cuda_staging.STAGING_HALF_BYTES
+    stream, target, large = device.stream(), device.zeros(4, np.int32), device.empty(2 * half, np.uint8)
     calls = device.driver_calls
     for value in range(10):
         device.copy(target, np.full(4, value, np.int32), stream)
-
     assert device.driver_calls - calls == 10
     assert target.get().tolist() == [9] * 4
 
-
-def test_staging_begins_anew_when_the_stream_was_waited_for(device: CudaDevice, machine: FakeCupy) -> None:
-    """After a synchronization the staging needs no event."""
-    half = cuda_staging.STAGING_HALF_BYTES
-    stream, target = device.stream(), device.empty(2 * half, np.uint8)
     for _ in range(3):
-        machine.log.clear()
-        device.copy(target, np.zeros(2 * half, np.uint8), stream)
-        assert machine.log == ["memcpyAsync", "eventRecord", "memcpyAsync"]
         stream.synchronize()
+        machine.log.clear()
+        device.copy(large, np.zeros(2 * half, np.uint8), stream)
+        assert machine.log == ["memcpyAsync", "eventRecord", "memcpyAsync"]
 
 
 def test_none_is_a_null_pointer_and_not_a_missing_parameter(device: CudaDevice) -> None:
     """CuPy's own launch would hand the driver a null where it expects the parameter's address."""
     kernel = device.load(ModuleSpec("test_null", text=NULL, kernels=("null",))).kernel("null")
     out, one, stream = device.zeros(4, np.int32), device.zeros(1, np.int32), device.stream()
-    kernel.launch((1, 1, 1), (4, 1, 1), (None, out, np.int32(7)), stream)
-    assert out.get().tolist() == [7] * 4
-    kernel.launch((1, 1, 1), (4, 1, 1), (one, out, np.int32(7)), stream)
-
-    assert out.get().tolist() == [0] * 4
+    for maybe, value in ((None, 7), (one, 0)):
+        kernel.launch((1, 1, 1), (4, 1, 1), (maybe, out, np.int32(7)), stream)
+        assert out.get().tolist() == [value] * 4
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -321,11 +306,8 @@ def _cupy(**changes: Any) -> Callable[[str], Any]:
     capability = changes.pop("capability", (9, 0))
     getVersion = changes.pop("nvrtc", lambda: (13, 0))
     api = {
-        "is_hip": False,
-        "CUDARuntimeError": CUDARuntimeError,
-        "driverGetVersion": lambda: 13000,
-        "getDeviceCount": lambda: 1,
-        "getDevice": lambda: 0,
+        "is_hip": False, "CUDARuntimeError": CUDARuntimeError, "driverGetVersion": lambda: 13000,
+        "getDeviceCount": lambda: 1, "getDevice": lambda: 0,
         "deviceGetAttribute": lambda number, index: capability[number - 75],
     }
     cuda = SimpleNamespace(runtime=SimpleNamespace(**{**api, **changes}),
@@ -362,25 +344,17 @@ def test_what_is_missing_is_said_exactly_with_how_to_get_it(load: Callable[[str]
     assert re.search(remedy, caught.value.remedy)
 
 
-def test_auto_takes_the_gpu_that_answers(machine: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line says which device it is and why."""
+def test_auto_and_doctor_open_the_gpu_that_answers(machine: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line says which device it is and why; the doctor says what is missing."""
+    line = "cuda device: a GPU that is not there (sm_90), CuPy 14.2.0"
     monkeypatch.setattr(cuda, "find_cupy", lambda: machine)
     devices = [open_device(name) for name in ("auto", "cuda")]
-
-    assert [device.description for device in devices] == [
-        "cuda device: a GPU that is not there (sm_90), CuPy 14.2.0; chosen because it answers",
-        "cuda device: a GPU that is not there (sm_90), CuPy 14.2.0; asked for",
-    ]
-
-
-def test_doctor_opens_the_device_and_says_what_is_missing(machine: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It opens the device as `open_store` does."""
-    monkeypatch.setattr(cuda, "find_cupy", lambda: machine)
     found = check_device("cuda")
     monkeypatch.setattr(cuda, "find_cupy", lambda: find_cupy(_cupy(driverGetVersion=lambda: 0)))
     missing = check_device("cuda")
 
-    assert (found.status, found.found) == ("ok", "cuda device: a GPU that is not there (sm_90), CuPy 14.2.0; asked for")
+    assert [device.description for device in devices] == [f"{line}; chosen because it answers", f"{line}; asked for"]
+    assert (found.status, found.found) == ("ok", f"{line}; asked for")
     assert (missing.status, missing.found) == ("missing", "no NVIDIA driver")
     assert "driver" in missing.remedy
 
