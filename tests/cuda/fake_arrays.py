@@ -49,9 +49,8 @@ class FakeArray(np.ndarray):
     machine: Machine
     memory: Any
 
-    def __new__(
-        cls, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
-    ) -> FakeArray:
+    def __new__(cls, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None,
+                order: str = "C") -> FakeArray:  # fmt: skip
         resolved = np.dtype(dtype)
         extents = (shape,) if isinstance(shape, int) else tuple(shape)
         if memptr is None:
@@ -81,21 +80,6 @@ class FakeArray(np.ndarray):
         if self.machine.is_recording:
             raise self.machine.capture_error(900)
         return plain(self)
-
-    def item(self, *args: Any) -> Any:
-        return self._read_back().item(*args)
-
-    def tolist(self) -> Any:
-        return self._read_back().tolist()
-
-    def __bool__(self) -> bool:
-        return bool(self._read_back())
-
-    def __int__(self) -> int:
-        return int(self._read_back())
-
-    def __float__(self) -> float:
-        return float(self._read_back())
 
     def __index__(self) -> int:
         raise TypeError("only integer scalar arrays can be converted to a scalar index")
@@ -177,17 +161,19 @@ class FakeArray(np.ndarray):
             return np.ndarray.__getitem__(self, whole)
         if self.machine.is_recording:
             self._check(*keys)
-            if any(isinstance(k, np.ndarray) and k.dtype == bool for k in keys):
-                raise self.machine.capture_error(900)  # the number of hits is read back
+        self._refuse_mask(keys)
         return self._operate(_take, (self, *(_unwrap_key(k, self) for k in keys)), {}, ())
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._check(value)
         keys = key if isinstance(key, tuple) else (key,)
-        if self.machine.is_recording and any(isinstance(k, np.ndarray) and k.dtype == bool for k in keys):
-            raise self.machine.capture_error(900)
+        self._refuse_mask(keys)
         raw_keys, raw_value, raw = tuple(_unwrap(k) for k in keys), _unwrap(value), plain(self)
         self.machine.submit(lambda: raw.__setitem__(raw_keys, raw_value))
+
+    def _refuse_mask(self, keys: tuple[Any, ...]) -> None:
+        if self.machine.is_recording and any(isinstance(k, np.ndarray) and k.dtype == bool for k in keys):
+            raise self.machine.capture_error(900)  # the number of hits is read back
 
     def reshape(self, *shape: Any, order: str = "C") -> Any:  # type: ignore[override]
         values = plain(self).reshape(*shape)
@@ -212,8 +198,17 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
+def _value(name: str) -> Callable[..., Any]:
+    def read(array: FakeArray, *args: Any) -> Any:
+        return getattr(array._read_back(), name)(*args)
+
+    return read
+
+
 for _name in ("min", "max", "any", "all"):
     setattr(FakeArray, _name, _reduction(getattr(np, _name)))
+for _name in ("item", "tolist", "__bool__", "__int__", "__float__"):
+    setattr(FakeArray, _name, _value(_name))
 
 
 def _take(array: np.ndarray, *keys: Any) -> np.ndarray:
@@ -222,11 +217,17 @@ def _take(array: np.ndarray, *keys: Any) -> np.ndarray:
 
 
 def _unwrap(value: Any) -> Any:
-    if isinstance(value, FakeArray):
-        return plain(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_unwrap(item) for item in value)
-    return value
+    return _mapped(value, lambda array: plain(array) if isinstance(array, FakeArray) else array)
+
+
+def _zeros(value: Any) -> Any:
+    return _mapped(value, np.zeros_like)
+
+
+def _mapped(value: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
+    if isinstance(value, np.ndarray):
+        return function(value)
+    return type(value)(_mapped(item, function) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _unwrap_key(key: Any, like: FakeArray) -> Any:
@@ -234,11 +235,3 @@ def _unwrap_key(key: Any, like: FakeArray) -> Any:
     if isinstance(key, np.ndarray) and not isinstance(key, FakeArray):
         return like._wrapped(key)
     return key
-
-
-def _zeros(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return np.zeros_like(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_zeros(item) for item in value)
-    return value

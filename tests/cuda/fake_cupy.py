@@ -21,6 +21,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +228,8 @@ class MemoryPool:
 # ---- streams, events, graphs -----------------------------------------------------------------------------------------
 def _stream_classes(machine: FakeCupy) -> tuple[type, type, type]:
     class Stream:
-        def __init__(
-            self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None
-        ) -> None:
+        def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False,
+                     priority: int | None = None) -> None:  # fmt: skip
             assert non_blocking, "a blocking stream waits for the legacy default stream"
             self.ptr = machine.handle(self)
             self.recording: Recording | None = None
@@ -261,7 +261,7 @@ def _stream_classes(machine: FakeCupy) -> tuple[type, type, type]:
                 raise CUDARuntimeError(INVALIDATED)
             if not is_joined:
                 raise CUDARuntimeError(UNJOINED)
-            return Graph._made(recording.work)
+            return Graph(recording.work)
 
     class Event:
         def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
@@ -271,21 +271,15 @@ def _stream_classes(machine: FakeCupy) -> tuple[type, type, type]:
             self.nodes: set[int] = set()
 
     class Graph:
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            raise NotImplementedError
-
-        @classmethod
-        def _made(cls, work: list[Callable[[], object]]) -> Any:
-            graph = cls.__new__(cls)
-            graph.work = work  # type: ignore[attr-defined]
-            return graph
+        def __init__(self, work: list[Callable[[], object]]) -> None:
+            self.work = work
 
         def launch(self, stream: Any = None) -> None:
             assert stream is not None, "every launch names its stream"
             machine.log.append("Graph.launch")
             if stream.recording is not None:
                 raise machine.capture_error(NOT_PERMITTED)
-            for work in self.work:  # type: ignore[attr-defined]
+            for work in self.work:
                 work()
 
         def upload(self, stream: Any = None) -> None:
@@ -293,7 +287,7 @@ def _stream_classes(machine: FakeCupy) -> tuple[type, type, type]:
             machine.forbid_in_capture()
 
         def debug_dot_str(self, flags: int = 0) -> str:
-            return f"digraph {{ nodes={len(self.work)} }}"  # type: ignore[attr-defined]
+            return f"digraph {{ nodes={len(self.work)} }}"
 
     return Stream, Event, Graph
 
@@ -332,15 +326,19 @@ def _cuda(machine: FakeCupy) -> types.SimpleNamespace:
     )
 
 
-class _Runtime:
+class _Part:
+    """A module below `cupy.cuda` of one machine."""
+
+    def __init__(self, machine: FakeCupy) -> None:
+        self._machine = machine
+
+
+class _Runtime(_Part):
     """`cupy.cuda.runtime`."""
 
     CUDARuntimeError = CUDARuntimeError
     streamCaptureModeThreadLocal = THREAD_LOCAL  # noqa: N815 - CuPy's name
     is_hip = False
-
-    def __init__(self, machine: FakeCupy) -> None:
-        self._machine = machine
 
     def driverGetVersion(self) -> int:
         return 13_000
@@ -408,13 +406,10 @@ class _Runtime:
             raise CUDARuntimeError(self._machine.fail_with)
 
 
-class _Driver:
+class _Driver(_Part):
     """`cupy.cuda.driver`."""
 
     CUDADriverError = CUDADriverError
-
-    def __init__(self, machine: FakeCupy) -> None:
-        self._machine = machine
 
     def launchKernel(
         self, f: int, grid_dim_x: int, grid_dim_y: int, grid_dim_z: int, block_dim_x: int, block_dim_y: int,
@@ -423,22 +418,18 @@ class _Driver:
         """Run the cpu device's kernel on the slots that the parameters point to."""
         machine = self._machine
         machine.log.append("launchKernel")
-        kernel = machine.handles[f]
+        kernel, executor = machine.handles[f], machine.device._context.executor
         pointers = (ctypes.c_uint64 * len(kernel.parameters)).from_address(kernel_params)
         slots = b"".join(ctypes.string_at(pointer, 8) for pointer in pointers)
         grid, block = (grid_dim_x, grid_dim_y, grid_dim_z), (block_dim_x, block_dim_y, block_dim_z)
         operation = kernel.operation(Launch(grid, block, slots))
-        executor = machine.device._context.executor
         machine.submit_on(machine.handles[stream], lambda: operation.run(executor))
 
 
-class _Nvrtc:
+class _Nvrtc(_Part):
     """`cupy.cuda.nvrtc`: the cpu device's compiler behind NVRTC's interface."""
 
     NVRTCError = NVRTCError
-
-    def __init__(self, machine: FakeCupy) -> None:
-        self._machine = machine
 
     def getVersion(self) -> tuple[int, int]:
         return (99, 0)  # no NVRTC has this version, so that no real device takes what lies in the cache
@@ -486,16 +477,15 @@ class _Nvrtc:
         return None
 
 
+@dataclass
 class _Program:
     """A source on its way through the compiler."""
 
-    module: CpuModule
-    path: Path
-
-    def __init__(self, text: str, name: str, headers: dict[bytes, bytes]) -> None:
-        self.text = text
-        self.name = name
-        self.headers = headers
+    text: str
+    name: str
+    headers: dict[bytes, bytes]
+    module: CpuModule = field(init=False)
+    path: Path = field(init=False)
 
     def kernels(self) -> list[str]:
         """Give the names that the text and its headers export."""
@@ -505,10 +495,6 @@ class _Program:
 
 
 def _module_class(machine: FakeCupy) -> type:
-    class Function:
-        def __init__(self, ptr: int) -> None:
-            self.ptr = ptr
-
     class Module:
         def load(self, cubin: bytes) -> None:
             machine.forbid_in_capture()
@@ -517,7 +503,7 @@ def _module_class(machine: FakeCupy) -> type:
             library = ctypes.CDLL(cubin.decode())
             self.module = CpuModule(machine.device._context, spec, library, is_serial=True)
 
-        def get_function(self, name: str) -> Function:
-            return Function(machine.handle(self.module.kernel(name)))
+        def get_function(self, name: str) -> types.SimpleNamespace:
+            return types.SimpleNamespace(ptr=machine.handle(self.module.kernel(name)))
 
     return Module

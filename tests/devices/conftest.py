@@ -38,18 +38,14 @@ def opener(request: pytest.FixtureRequest) -> Opener:
     return openers[request.param]
 
 
-@pytest.fixture
-def device(opener: Opener) -> Iterator[BaseDevice]:
+def opened_device(opener: Opener) -> Iterator[BaseDevice]:
     """A device of each kind."""
     with opener() as opened:
         yield opened
 
 
-@pytest.fixture
-def other(opener: Opener) -> Iterator[BaseDevice]:
-    """A second device of the same kind."""
-    with opener() as opened:
-        yield opened
+device = pytest.fixture(opened_device)
+other = pytest.fixture(opened_device)
 
 
 @pytest.fixture

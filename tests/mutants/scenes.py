@@ -29,30 +29,28 @@ SCHEDULES = ("late", "early", "random")
 CONTEXT = 512
 
 Ids = npt.NDArray[np.int32]
+Bits = npt.NDArray[np.uint16]
 Scene = Callable[[CpuDevice], None]
 
 
 def deferred_device(seed: int) -> CpuDevice:
     """Open a quiet deferred device; three seeds in a row use the three schedules."""
-    return CpuDevice(
-        mode="deferred", schedule=SCHEDULES[seed % 3], seed=seed, order="random", threads=1, announce=lambda line: None
-    )
+    return CpuDevice(mode="deferred", schedule=SCHEDULES[seed % 3], seed=seed, order="random", threads=1,
+                     announce=lambda line: None)  # fmt: skip
 
 
 class Stage:
     """A store, an engine over its planes, and host-side helpers."""
 
     def __init__(self, device: CpuDevice, *, slots: int = 4, staging_pages: int = 4) -> None:
-        self.config = pk.StoreConfig(
-            GEOMETRY, profile="bf16", max_context=CONTEXT, max_concurrency=2, kv_capacity=pk.ExplicitCapacity(1024)
-        )
+        config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=CONTEXT, max_concurrency=2,
+                                kv_capacity=pk.ExplicitCapacity(1024))  # fmt: skip
         self.device = device
-        self.store = pk.open_store(self.config, device=device)
+        self.store = pk.open_store(config, device=device)
         shuffle_placement(self.store, seed=3)
         self.random = np.random.default_rng(11)
-        self.mover = PageMover(
-            device, self.store.ops, self.store.stream, {"main": self.planes}, slots=slots, staging_pages=staging_pages
-        )
+        self.mover = PageMover(device, self.store.ops, self.store.stream, {"main": self.planes}, slots=slots,
+                               staging_pages=staging_pages)  # fmt: skip
         self.engine = TransferEngine(self.mover)
 
     @property
@@ -60,7 +58,7 @@ class Stage:
         """Every plane of Main with its geometry."""
         return [(self.store._slabs[s.name], s.plane) for s in self.store.layout.slabs if s.plane is not None]
 
-    def noise(self, *shape: int) -> npt.NDArray[np.uint16]:
+    def noise(self, *shape: int) -> Bits:
         """Return BF16 values near 1, as bits."""
         return self.random.integers(0x3F00, 0x4000, shape, np.uint16)
 
@@ -91,19 +89,27 @@ class Stage:
     def packed(self, extent: npt.NDArray[np.uint8], pages: int) -> list[npt.NDArray[Any]]:
         """Return the parts of an extent as (n, H, P, D) arrays, one per plane."""
         layout = PackedPlanes(tuple(geometry for _, geometry in self.planes), pages)
-        return [
-            extent[offset : offset + plane.span_bytes].view(plane.dtype).reshape(plane.shape)
-            for plane, offset in zip(layout.planes, layout.offsets_bytes, strict=True)
-        ]
+        return [extent[offset : offset + plane.span_bytes].view(plane.dtype).reshape(plane.shape)
+                for plane, offset in zip(layout.planes, layout.offsets_bytes, strict=True)]  # fmt: skip
 
-    def append(self, sequence: pk.Sequence, tokens: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
+    def activate(self, tokens: int) -> pk.Sequence:
+        """Activate a sequence that may have so many tokens."""
+        return self.store.activate(prompt_tokens=tokens, output_tokens=0)
+
+    def filled(self, tokens: int) -> tuple[pk.Sequence, Bits, Bits]:
+        """Activate a sequence and commit all its tokens; return their rows too."""
+        sequence = self.activate(tokens)
+        k, v = self.append(sequence, tokens)
+        self.settle()
+        return sequence, k, v
+
+    def append(self, sequence: pk.Sequence, tokens: int) -> tuple[Bits, Bits]:
         """Append noise to a sequence in one unit that stays in flight; return its rows as (tokens, H, D)."""
         unit = self.store.begin_unit(self.store.batch([sequence]), tokens, name="append")
         k, v = (self.noise(1, tokens, GEOMETRY.kv_heads, GEOMETRY.head_dim) for _ in range(2))
         first, rows = self.put(unit.first_positions["main"]), self.put(unit.rows.astype(np.int32))
-        self.store.ops.append(
-            self.store.views["main"][0], self.put(k), self.put(v), first, rows, stream=self.store.stream
-        )
+        view, stream = self.store.views["main"][0], self.store.stream
+        self.store.ops.append(view, self.put(k), self.put(v), first, rows, stream=stream)
         self.unit = unit
         return k[0], v[0]
 
@@ -118,10 +124,9 @@ class Stage:
         out = self.device.empty(shape, np.uint16, name="attention output")
         query = self.put(np.full(shape, 0x3F80, np.uint16))
         first, rows = self.put(np.array([tokens - 1], np.int32)), self.put(np.array([sequence.row], np.int32))
-        self.store.ops.causal_attention_cached(
-            self.store.views["main"][0], query, out, first, rows, route="decode", workspace=None,
-            stream=self.store.stream,
-        )  # fmt: skip
+        view, stream = self.store.views["main"][0], self.store.stream
+        self.store.ops.causal_attention_cached(view, query, out, first, rows, route="decode", workspace=None,
+                                               stream=stream)  # fmt: skip
         return out
 
     def ids(self, sequence: pk.Sequence) -> Ids:
@@ -164,7 +169,7 @@ def staged(device: CpuDevice, **options: int) -> Iterator[Stage]:
     stage.store.close()
 
 
-def pages_of(rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+def pages_of(rows: Bits) -> Bits:
     """Cut rows (tokens, H, D) into whole pages (n, H, 64, D)."""
     return rows.reshape(-1, 64, *rows.shape[1:]).swapaxes(1, 2)
 
@@ -172,7 +177,7 @@ def pages_of(rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
 def save_behind_append(device: CpuDevice) -> None:
     """S45: pages are saved while the unit that wrote them may still wait; the host gets the new content."""
     with staged(device) as stage:
-        sequence = stage.store.activate(prompt_tokens=192, output_tokens=0)
+        sequence = stage.activate(192)
         k, v = stage.append(sequence, 192)
         extent = stage.extent(3)
         transfer = stage.save(stage.ids(sequence), extent)
@@ -187,9 +192,7 @@ def save_behind_append(device: CpuDevice) -> None:
 def restore_behind_reader(device: CpuDevice) -> None:
     """S46: pages are overwritten while attention over their old content may still wait."""
     with staged(device) as stage:
-        sequence = stage.store.activate(prompt_tokens=128, output_tokens=0)
-        stage.append(sequence, 128)
-        stage.settle()
+        sequence, *_ = stage.filled(128)
         expected = stage.get(stage.attend(sequence, 128))
         k, v = pages_of(stage.noise(128, 2, 16)), pages_of(stage.noise(128, 2, 16))
         extent = stage.extent_of(k, v)
@@ -205,9 +208,7 @@ def restore_behind_reader(device: CpuDevice) -> None:
 def read_behind_restore(device: CpuDevice) -> None:
     """A restore that does not block the host: its next reader waits on the stream."""
     with staged(device) as stage:
-        sequence = stage.store.activate(prompt_tokens=128, output_tokens=0)
-        k, v = stage.append(sequence, 128)
-        stage.settle()
+        sequence, k, v = stage.filled(128)
         expected = stage.get(stage.attend(sequence, 128))
         extent = stage.extent_of(pages_of(k), pages_of(v))
         for plane, _ in stage.planes:
@@ -225,23 +226,19 @@ def read_behind_restore(device: CpuDevice) -> None:
 def move_both_ways(device: CpuDevice) -> None:
     """Saves and restores of shredded pages run side by side, each through its lane's staging and slots."""
     with staged(device, slots=2) as stage:
-        sequence = stage.store.activate(prompt_tokens=448, output_tokens=0)
-        k, v = stage.append(sequence, 448)
-        stage.settle()
+        sequence, k, v = stage.filled(448)
         ids = stage.ids(sequence)
         old, new = ids[:3], ids[3:6]
         restored = pages_of(stage.noise(192, 2, 16)), pages_of(stage.noise(192, 2, 16))
         source = stage.extent_of(*restored)
-        saves = []
-        host = np.arange(3, dtype=np.int32)
+        saves, host = [], np.arange(3, dtype=np.int32)
         for number in range(5):
             extent = stage.extent(3, f"saved extent {number}")
-            shuffled = np.roll(old, number)
-            save = stage.plan("d2h", shuffled, host, host_pages=3)
+            save = stage.plan("d2h", np.roll(old, number), host, host_pages=3)
             while not stage.engine.submit(save, extent, method="packed"):
                 for done in stage.engine.poll():
                     stage.engine.publish(done)
-            saves.append((save, extent, number))
+            saves.append((extent, number))
             if number == 1:
                 restore = stage.plan("h2d", host, new, host_pages=3)
                 assert stage.engine.submit(restore, source, method="packed")
@@ -249,7 +246,7 @@ def move_both_ways(device: CpuDevice) -> None:
             for done in stage.engine.poll():
                 stage.engine.publish(done)
 
-        for _, extent, number in saves:
+        for extent, number in saves:
             for rows, part in zip((k, v), stage.packed(device.readable(extent), 3), strict=True):
                 assert np.array_equal(np.roll(pages_of(rows)[:3], number, axis=0), part)
         for values, (plane, _) in zip(restored, stage.planes, strict=True):
@@ -259,7 +256,7 @@ def move_both_ways(device: CpuDevice) -> None:
 def trim_while_saving(device: CpuDevice) -> None:
     """A mapped page behind the frontier is saved; it may be trimmed and written anew only after that."""
     with staged(device) as stage:
-        sequence = stage.store.activate(prompt_tokens=192, output_tokens=0)
+        sequence = stage.activate(192)
         batch = stage.store.batch([sequence])
         k, _ = stage.append(sequence, 192)
         stage.store.wait(stage.unit)
@@ -278,8 +275,7 @@ def trim_while_saving(device: CpuDevice) -> None:
 def finish_while_saving(device: CpuDevice) -> None:
     """S26: a sequence ends while its pages are saved; the next one gets them only after that."""
     with staged(device) as stage:
-        sequence = stage.store.activate(prompt_tokens=512, output_tokens=0)
-        other = stage.store.activate(prompt_tokens=512, output_tokens=0)
+        sequence, other = stage.activate(512), stage.activate(512)
         stage.append(sequence, 192)
         stage.settle()
         extent = stage.extent(3)
@@ -292,8 +288,7 @@ def finish_while_saving(device: CpuDevice) -> None:
 def abort_while_saving(device: CpuDevice) -> None:
     """S26 to S28: an aborted transfer holds its pages until what it queued has run."""
     with staged(device) as stage:
-        sequence = stage.store.activate(prompt_tokens=512, output_tokens=0)
-        other = stage.store.activate(prompt_tokens=512, output_tokens=0)
+        sequence, other = stage.activate(512), stage.activate(512)
         stage.append(sequence, 192)
         stage.settle()
         transfer = stage.save(stage.ids(sequence), stage.extent(3))
@@ -307,9 +302,7 @@ def abort_while_saving(device: CpuDevice) -> None:
 def save_and_read(device: CpuDevice) -> None:
     """The owner publishes as soon as the ledger lets it, and reads the host replica."""
     with staged(device) as stage:
-        sequence = stage.store.activate(prompt_tokens=64, output_tokens=0)
-        k, _ = stage.append(sequence, 64)
-        stage.settle()
+        sequence, k, _ = stage.filled(64)
         extent = stage.extent(1)
         transfer = stage.save(stage.ids(sequence), extent)
         _until_accepted(lambda: stage.engine.publish(transfer), lambda: stage.engine.wait(transfer))
@@ -378,7 +371,7 @@ def _until_accepted(act: Callable[[], object], otherwise: Callable[[], object]) 
 
 def _write_all_pages(stage: Stage) -> None:
     """Fill the pages that one more sequence gets."""
-    stage.append(stage.store.activate(prompt_tokens=512, output_tokens=0), 512)
+    stage.append(stage.activate(512), 512)
     stage.settle()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +42,7 @@ class SimulatorReport(AssertionError):
         self.kinds = kinds
 
 
+@cache
 def load_simulator() -> ModuleType:
     """Import ptxsim; skip the test where the emulator, its compiler or NVRTC is absent."""
     for folder in (SIMULATOR_FOLDER, ROOT.parent / "shared" / "ptxsim"):
@@ -114,7 +116,6 @@ class SimulatedDevice:
         self.buffers[_address_of(array)].valid[:] = 0
 
     def stream(self) -> SimulatedStream:
-        """Give a stream on which everything has run already."""
         return SimulatedStream()
 
     def load(self, spec: ModuleSpec) -> SimulatedModule:
@@ -128,23 +129,22 @@ class SimulatedDevice:
 
 
 class SimulatedStream:
-    """Nothing to wait for."""
+    """A stream on which everything has run already."""
 
     is_capturing = False
 
     def synchronize(self) -> None:
-        """Return: everything has run."""
+        """Return."""
 
 
 class SimulatedModule:
-    """Translated kernels."""
+    """Kernels, each translated at its first launch."""
 
     def __init__(self, device: SimulatedDevice, program: Any) -> None:
         self.device = device
         self.program = program
 
     def kernel(self, name: str) -> SimulatedKernel:
-        """Give a kernel; it is translated at its first launch."""
         return SimulatedKernel(self, name)
 
 
@@ -156,20 +156,14 @@ class SimulatedKernel:
         self.name = name
 
     def launch(self, grid: Extent, block: Extent, arguments: Sequence[Any], stream: object, **ignored: object) -> None:
-        """Run the launch to its end.
-
-        Raises:
-            SimulatorReport: the sanitizer has something to say.
-        """
         device = self.module.device
         memory = device.simulator.Memory()
         values = []
         for argument in arguments:
-            value = argument
-            if isinstance(argument, np.ndarray):
-                value = device.buffers[_address_of(argument)]
-                memory.bufs[value.name] = value
-            values.append(value)
+            is_array = isinstance(argument, np.ndarray)
+            values.append(device.buffers[_address_of(argument)] if is_array else argument)
+            if is_array:
+                memory.bufs[values[-1].name] = values[-1]
         result = self.module.program.launch(self.name, grid, block, values, mem=memory, check_warp=True,
                                             check_global_races=True, threads=1)
         if result.errors:

@@ -25,7 +25,7 @@ from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
 from tests.kernels.paged_cache import PagedCache
 from tests.kernels.test_linear import product
-from tests.ptxsim.simulated_device import SimulatedDevice
+from tests.ptxsim.simulated_device import SimulatedDevice, load_simulator
 
 QUICK_HEAD_DIM = 64
 VARIANTS = [
@@ -40,9 +40,31 @@ QUICK_VARIANTS = [(name, QUICK_HEAD_DIM) for name in PROFILES]
 
 
 @pytest.fixture
+def simulated() -> SimulatedDevice:
+    """A fresh emulated device; the test is skipped where the emulator or NVRTC is absent."""
+    return SimulatedDevice(load_simulator())
+
+
+@pytest.fixture
 def cpu() -> Iterator[CpuDevice]:
     with cpu_device() as device:
         yield device
+
+
+def written(
+    device: Any, profile: str, head_dim: int, *tokens: int, pages: int = 2, order: Any = "page-major"
+) -> PagedCache:
+    """Return a cache whose rows hold so many tokens each; no other byte of it is written."""
+    table = scattered_table(len(tokens), pages)
+    cache = PagedCache.build(device, profile, head_dim=head_dim, order=order, table=table, rng=None)
+    for row, count in enumerate(tokens):
+        cache.fill(np.random.default_rng(row), row, count)
+    return cache
+
+
+def noise(*shape: int) -> Any:
+    """Return BF16 values of this shape."""
+    return bf16_noise(np.random.default_rng(2), shape)
 
 
 # ---- bits ----------------------------------------------------------------------------------------------------------
@@ -118,33 +140,25 @@ def test_every_shipped_module_is_executed() -> None:
 def test_attention_reads_visible_rows_once_and_no_more(simulated: SimulatedDevice, profile: str, head_dim: int) -> None:
     """C14.3: one tile per KV head reads its context's rows in 16-byte loads of K and whole sectors of V."""
     tokens, kv_heads = 70, 2
-    device: Any = simulated
-    rng = np.random.default_rng(1)
-    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 2), rng=None)
-    cache.fill(rng, 0, tokens)
+    cache = written(simulated, profile, head_dim, tokens)
 
-    cache.attend(bf16_noise(rng, (1, 1, 6, head_dim)), [tokens - 1], [0], route="decode")
+    cache.attend(noise(1, 1, 6, head_dim), [tokens - 1], [0], route="decode")
 
     launch = simulated.launches[-1]
     row_bytes: dict[str, int] = {plane.role: plane.row_bytes for plane in plane_schema(profile, head_dim)}
-    k, v = launch.plane(cache.view.k_pages), launch.plane(cache.view.v_pages)
-    assert tokens * kv_heads * row_bytes["k_code"] == k["load_bytes"] == 16 * k["load_sectors"]
-    assert tokens * kv_heads * row_bytes["v_code"] == v["load_bytes"] == 32 * v["load_sectors"]
-    assert k["load_bytes"] == 32 * k["distinct_load_sectors"]
-    assert v["load_bytes"] == 32 * v["distinct_load_sectors"]
-    assert not any(launch.plane(plane)["store_bytes"] for plane in (cache.view.k_pages, cache.view.v_pages))
+    for plane, role, load_bytes in ((cache.view.k_pages, "k_code", 16), (cache.view.v_pages, "v_code", 32)):
+        counters = launch.plane(plane)
+        assert tokens * kv_heads * row_bytes[role] == counters["load_bytes"] == load_bytes * counters["load_sectors"]
+        assert counters["load_bytes"] == 32 * counters["distinct_load_sectors"]
+        assert not counters["store_bytes"]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS_CONTEXT)
 def test_context_attention_reads_each_row_once_and_no_other(simulated: SimulatedDevice, head_dim: int) -> None:
     """C14.3, C14.4: one tile reads its context and the live temporary rows once, and writes to neither."""
     tokens, kv_heads, live = 70, 2, 2
-    device: Any = simulated
-    rng = np.random.default_rng(1)
-    cache = PagedCache.build(device, "bf16", head_dim=head_dim, order="head-major", table=scattered_table(1, 2),
-                             rng=None)  # fmt: skip
-    cache.fill(rng, 0, tokens)
-    q, k, v = (bf16_noise(rng, (1, 3, heads, head_dim)) for heads in (8, 2, 2))
+    cache = written(simulated, "bf16", head_dim, tokens, order="head-major")
+    q, k, v = (noise(1, 3, heads, head_dim) for heads in (8, 2, 2))
 
     cache.attend_context(q, k, v, [tokens], [0], valid_columns=[live])
 
@@ -161,11 +175,9 @@ def test_context_attention_reads_each_row_once_and_no_other(simulated: Simulated
 
 def test_an_empty_context_reads_no_table(simulated: SimulatedDevice) -> None:
     """C14.4: with n_b = 0 a table that nobody wrote is not read, and neither is a page."""
-    device: Any = simulated
-    rng = np.random.default_rng(2)
-    cache = PagedCache.build(device, "bf16", order="head-major", table=scattered_table(1, 12), rng=None)
+    cache = written(simulated, "bf16", 64, 0, pages=12, order="head-major")
     simulated.forget(cache.view.block_tables)
-    q, k, v = (bf16_noise(rng, (1, 3, heads, 64)) for heads in (8, 2, 2))
+    q, k, v = (noise(1, 3, heads, 64) for heads in (8, 2, 2))
 
     cache.attend_context(q, k, v, [0], [0])
 
@@ -178,10 +190,7 @@ def test_an_empty_context_reads_no_table(simulated: SimulatedDevice) -> None:
 def test_append_stores_each_row_once_in_whole_sectors(simulated: SimulatedDevice, profile: str, head_dim: int) -> None:
     """C4.4: code rows leave in full sectors, inputs are read once, and no plane is read back."""
     tokens, kv_heads = 66, 2
-    device: Any = simulated
-    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 2), rng=None)
-
-    cache.fill(np.random.default_rng(1), 0, tokens)
+    cache = written(simulated, profile, head_dim, tokens)
 
     (launch,) = simulated.launches
     for plane, geometry in cache.view.planes:
@@ -203,9 +212,7 @@ def test_copied_columns_move_each_committed_byte_once_and_no_other(
 ) -> None:
     """C10.5: columns behind the committed ones are unwritten: one that is read would be reported."""
     kv_heads = 2
-    device: Any = simulated
-    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(1, 2), rng=None)
-    cache.fill(np.random.default_rng(1), 0, columns)
+    cache = written(simulated, profile, head_dim, columns)
 
     cache.ops.copy_columns(cache.view.planes, int(cache.table[0, 0]), 2, columns, stream=cache.stream)
 
@@ -230,13 +237,9 @@ def test_no_kernel_has_local_memory_in_its_ptx(simulated: SimulatedDevice, profi
 
 def test_a_workspace_is_read_only_where_it_was_written(simulated: SimulatedDevice) -> None:
     """S12: a large plan over short rows; a read of a partial result that no block left would be reported."""
-    device: Any = simulated
-    rng = np.random.default_rng(2)
-    cache = PagedCache.build(device, "bf16", table=scattered_table(2, 33), rng=None)
-    cache.fill(rng, 0, 10)
-    cache.fill(rng, 1, 530)
+    cache = written(simulated, "bf16", 64, 10, 530, pages=33)
 
-    cache.attend(bf16_noise(rng, (2, 1, 6, 64)), [9, 529], [0, 1], route="decode")
+    cache.attend(noise(2, 1, 6, 64), [9, 529], [0, 1], route="decode")
 
     launch = simulated.launches[-1]
     assert launch.kernel == "causal_attention_merge"
