@@ -58,23 +58,17 @@ def test_capture_records_and_does_not_run(device: BaseDevice) -> None:
 
 def test_replay_is_unaffected_by_python_objects_used_at_capture(device: BaseDevice) -> None:
     """Argument lists, scalars and array shapes may change; deleted arrays stay mapped as long as the graph lives."""
-    a, out = device.zeros((2, 4), np.float32), device.zeros((2, 4), np.float32)
+    a, out, stream = device.zeros((2, 4), np.float32), device.zeros((2, 4), np.float32), device.stream()
     a[:] = 4.0
-    stream = device.stream()
-    found = kernel(device, "add", ADD)
+    found, grid, amount = kernel(device, "add", ADD), [1, 1, 1], np.array([1.0], np.float32)
     arguments: list[Any] = [a, out, np.int32(8), np.float32(2.0)]
-    grid = [1, 1, 1]
-    amount = np.array([1.0], np.float32)
     device.begin_capture(stream)
     found.launch(tuple(grid), (32, 1, 1), arguments, stream)  # type: ignore[arg-type]
     device.call(stream, add_to, out, amount[0])
     graph = device.end_capture(stream)
     watch = out.view()
-    arguments[3] = np.float32(9.0)
     arguments.clear()
-    grid[0] = 0
-    amount[0] = 100.0
-    out.shape = (8,)
+    grid[0], amount[0], out.shape = 0, 100.0, (8,)
     del a, out, found
     for _ in range(80):
         device.zeros(8, np.float32)

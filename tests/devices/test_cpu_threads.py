@@ -113,15 +113,9 @@ extern "C" __global__ void wait_for_neighbour(volatile int* flags) {
 
 
 @pytest.fixture(params=ORDERS)
-def order(request: pytest.FixtureRequest) -> str:
-    """Each order of lanes, warps and blocks."""
-    return str(request.param)
-
-
-@pytest.fixture
-def ordered(order: str) -> Iterator[CpuDevice]:
+def ordered(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
     """A device of each order."""
-    with cpu_device(order, seed=5) as opened:
+    with cpu_device(request.param, seed=5) as opened:
         yield opened
 
 
@@ -204,16 +198,18 @@ extern "C" __global__ void order_of_blocks(int* next, int* seen) {
 """
 
 
-def test_every_block_runs_once_in_the_chosen_order(ordered: CpuDevice, order: str) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_block_runs_once_in_the_chosen_order(order: str) -> None:
     """Three dimensions of grid; the random order is a permutation."""
-    following, seen = ordered.zeros(1, np.int32), ordered.empty(60, np.int32)
-    found = kernel(ordered, "order_of_blocks", ORDER_OF_BLOCKS)
-    found.launch((5, 4, 3), (1, 1, 1), (following, seen), ordered.stream())
+    with cpu_device(order, seed=5) as device:
+        following, seen = device.zeros(1, np.int32), device.empty(60, np.int32)
+        found = kernel(device, "order_of_blocks", ORDER_OF_BLOCKS)
+        found.launch((5, 4, 3), (1, 1, 1), (following, seen), device.stream())
+        straight = list(range(60))
+        order_seen = {str(straight): "ascending", str(straight[::-1]): "descending"}.get(str(seen.tolist()), "random")
 
-    straight = list(range(60))
-    places = {"ascending": [straight], "descending": [straight[::-1]]}
-    assert sorted(seen.tolist()) == straight
-    assert (seen.tolist() in places.get(order, [straight, straight[::-1]])) == (order in places)
+        assert sorted(seen.tolist()) == straight
+        assert order_seen == order
 
 
 INDICES = r"""
@@ -238,23 +234,17 @@ def test_thread_and_block_indices_cover_three_dimensions(cpu: CpuDevice) -> None
         assert np.array_equal(out, tx + 10 * ty + 100 * tz + 1000 * bx + 10000 * by + 100000 * bz)
 
 
-def test_spin_loops_let_others_run(ordered: CpuDevice) -> None:
-    """An atomic that changes nothing, and __nanosleep, yield: the holder of a lock gets its turn."""
-    lock, counter = ordered.zeros(1, np.int32), ordered.zeros(1, np.int32)
-    launch(ordered, "spin_lock", SPIN_LOCK, 3, 96, (lock, counter))
-    flags = ordered.zeros(64, np.int32)
-    launch(ordered, "wait_for_neighbour", WAIT_FOR_NEIGHBOUR, 1, 64, (flags,))
+@pytest.mark.parametrize(("order", "threads", "blocks", "block"), [
+    *((order, 1, 3, 96) for order in ORDERS), ("ascending", 4, 500, 32),
+])
+def test_spin_loops_let_others_run(order: str, threads: int, blocks: int, block: int) -> None:
+    """Atomics that change nothing, and __nanosleep, yield to the holder of a lock, on another OS thread too."""
+    with cpu_device(order, seed=5, threads=threads) as device:
+        lock, counter, flags = (device.zeros(n, np.int32) for n in (1, 1, 64))
+        launch(device, "spin_lock", SPIN_LOCK, blocks, block, (lock, counter))
+        launch(device, "wait_for_neighbour", WAIT_FOR_NEIGHBOUR, 1, 64, (flags,))
 
-    assert (288, 7) == (int(counter[0]), int(flags[0]))
-
-
-def test_a_lock_holds_between_os_threads() -> None:
-    """Atomics are atomic across blocks that run at the same time."""
-    with cpu_device(threads=4) as device:
-        lock, counter = device.zeros(1, np.int32), device.zeros(1, np.int32)
-        launch(device, "spin_lock", SPIN_LOCK, 500, 32, (lock, counter))
-
-        assert int(counter[0]) == 500 * 32
+        assert (blocks * block, 7) == (int(counter[0]), int(flags[0]))
 
 
 ENDLESS = r"""
@@ -269,8 +259,7 @@ def test_a_spin_that_cannot_end_is_a_fault() -> None:
     """The others wait at a barrier; the report names the thread that never comes, and the device stays usable."""
     with cpu_device(spin_seconds=0.05) as device:
         flag = device.zeros(1, np.int32)
-        message = r"63 of 64 threads wait in __syncthreads.* but this thread spins"
-        with pytest.raises(DeviceFault, match=message) as caught:
+        with pytest.raises(DeviceFault, match=r"63 of 64 threads wait .* but this thread spins") as caught:
             launch(device, "endless", ENDLESS, 1, 64, (flag,))
         assert caught.value.fields["thread"] == (1, 0, 0)
 
@@ -278,37 +267,34 @@ def test_a_spin_that_cannot_end_is_a_fault() -> None:
         launch(device, "endless", ENDLESS, 1, 64, (flag,))
 
 
-DIVERGENT = {  # name: lines of a kernel from line 2 on, the message, the thread that it names
-    "exited": ("if (threadIdx.x == 37) return;\n__syncthreads();",
-               r"divergent barrier: 63 of 64 threads wait in __syncthreads at test_exited.cu:3, but this thread exited",
-               37),
-    "two_sites": (
-        "if (threadIdx.x < 32) __syncthreads();\nelse __syncthreads();",
-        r"divergent barrier: 32 of 64 threads wait .*two_sites.cu:2, but this thread waits in .*two_sites.cu:3", 32),
+DIVERGENT = {  # name: lines of a kernel from line 2 on, the thread that the message names, the message
+    "exited": ("if (threadIdx.x == 37) return;\n__syncthreads();", 37,
+               "divergent barrier: 63 of 64 threads wait in __syncthreads at test_exited.cu:3, but this thread exited"),
+    "two_sites": ("if (threadIdx.x < 32) __syncthreads();\nelse __syncthreads();", 32,
+                  "divergent barrier: 32 of 64 threads wait .*sites.cu:2, but this thread waits in .*two_sites.cu:3"),
     "in_a_collective": (
-        "if (threadIdx.x == 40) { out[0] = __shfl_sync(0xFFFFFFFFu, 1, 0); return; }\n__syncthreads();",
-        r"lanes 0x00000100 of warp 1 wait in __shfl_sync .*collective.cu:2, but lane 0 waits in __syncthreads", 32),
-    "lane_exited": ("if (threadIdx.x == 9) return;\nout[threadIdx.x] = __ballot_sync(0xFFFFFFFFu, 1);",
-                    r"wait in __ballot_sync with mask 0xffffffff at test_lane_exited.cu:3, but lane 9 exited", 9),
-    "other_operation": (
-        "if (threadIdx.x < 8) out[0] = __any_sync(0xFFFFFFFFu, 1);\nelse out[0] = __all_sync(0xFFFFFFFFu, 1);",
-        r"lanes 0x000000ff of warp 0 wait in __any_sync .* but lane 8 waits in __all_sync", 8),
-    "other_mask": ("out[threadIdx.x] = __ballot_sync(threadIdx.x == 3 ? 0x0000FFFFu : 0xFFFFFFFFu, 1);",
-                   r"but lane 3 waits in __ballot_sync with mask 0x0000ffff", 3),
-    "not_in_mask": ("out[threadIdx.x] = __ballot_sync(0x0000FFFFu, 1);",
-                    r"wrong mask: lane 16 calls __ballot_sync with mask 0x0000ffff, which does not name it", 16),
+        "if (threadIdx.x == 40) { out[0] = __shfl_sync(0xFFFFFFFFu, 1, 0); return; }\n__syncthreads();", 32,
+        "lanes 0x00000100 of warp 1 wait in __shfl_sync .*collective.cu:2, but lane 0 waits in __syncthreads"),
+    "lane_exited": ("if (threadIdx.x == 9) return;\nout[threadIdx.x] = __ballot_sync(0xFFFFFFFFu, 1);", 9,
+                    "wait in __ballot_sync with mask 0xffffffff at test_lane_exited.cu:3, but lane 9 exited"),
+    "other_operation": ("out[0] = threadIdx.x < 8 ? __any_sync(0xFFFFFFFFu, 1) : __all_sync(0xFFFFFFFFu, 1);", 8,
+                        "lanes 0x000000ff of warp 0 wait in __any_sync .* but lane 8 waits in __all_sync"),
+    "other_mask": ("out[threadIdx.x] = __ballot_sync(threadIdx.x == 3 ? 0x0000FFFFu : 0xFFFFFFFFu, 1);", 3,
+                   "but lane 3 waits in __ballot_sync with mask 0x0000ffff"),
+    "not_in_mask": ("out[threadIdx.x] = __ballot_sync(0x0000FFFFu, 1);", 16,
+                    "wrong mask: lane 16 calls __ballot_sync with mask 0x0000ffff, which does not name it"),
     "source_outside": (
-        "if (threadIdx.x < 16) out[threadIdx.x] = __shfl_sync(0x0000FFFFu, 1, threadIdx.x == 2 ? 20 : 0);",
-        r"wrong source: lane 2 reads lane 20 in __shfl_sync with mask 0x0000ffff", 2),
-    "partial_warp": ("float value[1] = {1.0f};\npk_warp_max(value);\nout[0] = value[0];",
-                     r"pk_warp_max needs 32 lanes .* this warp has 20", 0),
+        "if (threadIdx.x < 16) out[threadIdx.x] = __shfl_sync(0x0000FFFFu, 1, threadIdx.x == 2 ? 20 : 0);", 2,
+        "wrong source: lane 2 reads lane 20 in __shfl_sync with mask 0x0000ffff"),
+    "partial_warp": ("float value[1] = {1.0f};\npk_warp_max(value);\nout[0] = value[0];", 0,
+                     "pk_warp_max needs 32 lanes .* this warp has 20"),
 }
 
 
 @pytest.mark.parametrize("name", DIVERGENT)
 def test_divergence_is_an_exact_error(cpu: CpuDevice, name: str) -> None:
     """Kernel, block, thread and both places are named; the next launch works."""
-    body, message, thread = DIVERGENT[name]
+    body, thread, message = DIVERGENT[name]
     text = f'extern "C" __global__ void {name}(int* out) {{\n{body}\n}}'
     block = 20 if name == "partial_warp" else 64 if "barrier" in message or name == "in_a_collective" else 32
     out = cpu.empty(64, np.int32)
@@ -354,14 +340,13 @@ extern "C" __global__ void cooperate(int* out) {
 """
 
 
-def test_a_cooperation_sees_the_data_of_all_lanes() -> None:
+def test_a_cooperation_sees_the_data_of_all_lanes(ordered: CpuDevice) -> None:
     """One rendezvous, one function over 32 inputs and 32 outputs: what a twin of a warp-wide instruction needs."""
-    with cpu_device("random") as device:
-        out = device.empty((32, 32), np.int32)
-        launch(device, "cooperate", COOPERATE, 1, 32, (out,))
-        row, lane = np.indices((32, 32))
+    out = ordered.empty((32, 32), np.int32)
+    launch(ordered, "cooperate", COOPERATE, 1, 32, (out,))
+    row, lane = np.indices((32, 32))
 
-        assert np.array_equal(out, lane * 100 + row)
+    assert np.array_equal(out, lane * 100 + row)
 
 
 LAST_BLOCK = r"""
@@ -380,6 +365,7 @@ extern "C" __global__ void last_block(int* done, int* partial, int* total) {
 """
 
 
+@pytest.mark.parametrize("order", ORDERS)
 def test_the_last_block_sees_the_work_of_all_others(order: str) -> None:
     """Counter, fence and shared flag, in every order and on several OS threads."""
     with cpu_device(order, threads=3) as device:
