@@ -97,7 +97,6 @@ def parameters(line: str) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.path}@{call.where.rpartition('/')[2]}")
 def test_every_call_fits_cupys_signature(call: Call) -> None:
-    """Number of arguments and names of keywords."""
     known = parameters(signature_line(call.path))
     required = sum(not has_default for _, has_default in known)
     # An unbound method takes its object first.
@@ -128,16 +127,12 @@ def test_cupy_has_what_is_called_and_the_fake_takes_the_same(path: str) -> None:
     assert parameters(line) == fake
 
 
-def test_everything_counted_exists() -> None:
-    """A misspelt path would count nothing."""
-    assert [path for path in sorted(COUNTED) if not callable(found(cupy, path))] == []
-    assert set(PATHS) >= COUNTED
-
-
-def test_constants_are_cupys() -> None:
-    """Numbers that CuPy has no name for are written down; those that it has are the same."""
+def test_counted_paths_and_constants_are_cupys() -> None:
+    """A misspelt path would count nothing; numbers that CuPy has a name for are the same as those written down."""
     kinds = [f"cuda.runtime.memcpy{way}" for way in ("HostToHost", "HostToDevice", "DeviceToHost", "DeviceToDevice")]
 
+    assert [path for path in sorted(COUNTED) if not callable(found(cupy, path))] == []
+    assert set(PATHS) >= COUNTED
     assert [found(cupy, kind) for kind in kinds] == [0, 1, 2, 3]
     assert found(cupy, "cuda.runtime.streamCaptureModeThreadLocal") == THREAD_LOCAL
 
@@ -166,7 +161,6 @@ def test_both_compilers_see_the_same_signatures(
 
 
 def test_nvrtc_explains_an_error(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Line and message, in the error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     spec = pk.ModuleSpec("test_wrong", text='extern "C" __global__ void f(int* p) { *p = nonsense; }', kernels=("f",))
     with pytest.raises(pk.MisuseError, match='identifier "nonsense" is undefined'):

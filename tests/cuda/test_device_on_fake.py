@@ -227,15 +227,9 @@ def test_an_error_of_earlier_work_is_a_device_fault(device: CudaDevice, machine:
 
         assert caught.value.fields["status"] == status
         machine.fail_with = 0
-
-
-@pytest.mark.parametrize(("status", "answer"), [(0, True), (600, False)])
-def test_a_query_tells_done_from_not_yet(device: CudaDevice, machine: FakeCupy, status: int, answer: bool) -> None:
-    """CuPy returns CUDA's status."""
-    event = device.event()
-    machine.fail_with = status
-
-    assert event.query() == answer
+    for status, answer in ((0, True), (600, False)):  # CuPy returns CUDA's status of a query
+        machine.fail_with = status
+        assert device.event().query() == answer
 
 
 def test_memory_that_is_not_there_is_a_capacity_error_with_its_name(device: CudaDevice) -> None:
@@ -281,7 +275,6 @@ def test_options_that_change_bits_are_refused(machine: FakeCupy, option: str) ->
 
 
 def test_a_source_that_nvrtc_refuses_comes_with_its_messages(device: CudaDevice) -> None:
-    """The log is part of the error."""
     with pytest.raises(MisuseError, match="line 1: error: nonsense") as caught:
         device.load(ModuleSpec("test_nonsense", text="nonsense", kernels=("none",)))
 
@@ -342,6 +335,7 @@ def test_what_is_missing_is_said_exactly_with_how_to_get_it(load: Callable[[str]
 
     assert "\n" not in str(caught.value)
     assert re.search(remedy, caught.value.remedy)
+    assert find_cupy(_cupy(capability=(8, 0))).__version__ == "14.2.0", "compute capability 8.0 is enough"
 
 
 def test_auto_and_doctor_open_the_gpu_that_answers(machine: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +351,3 @@ def test_auto_and_doctor_open_the_gpu_that_answers(machine: FakeCupy, monkeypatc
     assert (found.status, found.found) == ("ok", f"{line}; asked for")
     assert (missing.status, missing.found) == ("missing", "no NVIDIA driver")
     assert "driver" in missing.remedy
-
-
-def test_a_good_machine_lacks_nothing() -> None:
-    """Compute capability 8.0 is enough."""
-    assert find_cupy(_cupy(capability=(8, 0))).__version__ == "14.2.0"

@@ -103,7 +103,6 @@ def test_a_refused_launch_runs_nothing(device: BaseDevice, other: BaseDevice, wr
 
 
 def test_a_read_only_array_may_go_where_the_kernel_only_reads(cpu: CpuDevice) -> None:
-    """The constness of the parameter decides."""
     found, right = add_kernel(cpu)
     frozen = right[0].view()
     frozen.flags.writeable = False
@@ -143,7 +142,6 @@ def test_only_pinned_slices_may_be_declared_as_reads(device: BaseDevice) -> None
 
 
 def test_a_kernel_that_is_not_exported_is_refused(device: BaseDevice) -> None:
-    """And the message says how to export it."""
     module = device.load(ModuleSpec("test_add", text=ADD, kernels=("add",)))
     with pytest.raises(MisuseError, match=r"kernel missing of module test_add .* PK_EXPORT"):
         module.kernel("missing")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,19 +32,34 @@ def test_copies_go_between_device_pinned_and_pageable_memory(device: BaseDevice,
     assert np.array_equal(values, back)
 
 
-def test_copies_that_do_not_fit_are_refused(device: BaseDevice) -> None:
-    """Size, dtype, contiguity, read-only destinations, pageable on both sides; nothing is written."""
-    stream, target = device.stream(), device.zeros(8, np.int32)
-    frozen = device.pinned(8, np.int32)
+def test_misuse_of_copies_events_and_memory_is_refused(device: BaseDevice, other: BaseDevice) -> None:
+    """Copies: size, dtype, contiguity, read-only destinations, pageable on both sides; nothing is written.
+
+    Allocations: alignment, objects, negative extents, and more than there is; then what another device owns.
+    """
+    stream, target, frozen = device.stream(), device.zeros(8, np.int32), device.pinned(8, np.int32)
     frozen.flags.writeable = False
-    wrong: list[tuple[Any, Any]] = [
+    copies: list[tuple[Any, Any]] = [
         (target, np.ones(7, np.int32)), (target, np.ones(8, np.uint32)), (target, np.ones((4, 4), np.int32)[:, ::2]),
         (target[::2], np.ones(4, np.int32)), (np.zeros(8, np.int32), np.ones(8, np.int32)),
         (frozen, np.ones(8, np.int32)), (target, [1] * 8),
     ]
-    for destination, source in wrong:
-        with pytest.raises(MisuseError, match="copy was refused"):
-            device.copy(destination, source, stream)
+    allocations: list[tuple[Any, Any, int]] = [
+        (8, np.int32, 3), (8, np.int32, 8192), (8, np.object_, 256), ((4, -1), np.int32, 256),
+    ]
+    cases: list[tuple[Callable[[], object], str]] = [
+        *((partial(device.copy, *arrays, stream), "copy was refused") for arrays in copies),
+        *((partial(device.empty, shape, dtype, align_bytes=align), "an allocation was refused")
+          for shape, dtype, align in allocations),
+        (lambda: stream.record(other.event()), "expected an event of this device"),
+        (lambda: stream.wait(other.event()), "expected an event of this device"),
+        (lambda: device.address(np.zeros(4)), "expected an array of this device"),
+    ]
+    for use, message in cases:
+        with pytest.raises(MisuseError, match=message):
+            use()
+    with pytest.raises(CapacityError):
+        device.zeros(1 << 50, np.uint8)
 
     assert not target.any()
 
@@ -82,14 +99,6 @@ def test_events_have_passed_in_eager_mode(device: BaseDevice) -> None:
     assert not stream.is_capturing
 
 
-def test_events_of_another_device_are_refused(device: BaseDevice, other: BaseDevice) -> None:
-    """Recording and waiting name what is expected."""
-    stream = device.stream()
-    for use in (stream.record, stream.wait):
-        with pytest.raises(MisuseError, match="expected an event of this device"):
-            use(other.event())
-
-
 @pytest.mark.parametrize("align_bytes", [1, 2, 16, 256, 512, 1024, 4096])
 def test_arrays_end_at_the_guard_within_their_alignment(device: BaseDevice, align_bytes: int) -> None:
     """C3.10: addresses are its multiples; on the cpu device the slack behind the data is smaller than it."""
@@ -101,20 +110,7 @@ def test_arrays_end_at_the_guard_within_their_alignment(device: BaseDevice, alig
         assert device.name != "cpu" or -(address + count) % 4096 < align_bytes
 
 
-def test_allocations_that_make_no_sense_are_refused(device: BaseDevice) -> None:
-    """Alignment, objects, negative extents, and more than there is."""
-    for arguments, options in (
-        ((8, np.int32), {"align_bytes": 3}), ((8, np.int32), {"align_bytes": 8192}), ((8, np.object_), {}),
-        (((4, -1), np.int32), {}),
-    ):
-        with pytest.raises(MisuseError, match="an allocation was refused"):
-            device.empty(*arguments, **options)  # type: ignore[arg-type]
-    with pytest.raises(CapacityError):
-        device.zeros(1 << 50, np.uint8)
-
-
 def test_empty_arrays_are_legal(device: BaseDevice) -> None:
-    """Zero extents and zero dimensions."""
     nothing, single = device.empty((0, 4), np.float32), device.zeros((), np.int64)
     device.copy(nothing, np.zeros((4, 0), np.float32), device.stream())
     single[()] = 5
@@ -135,12 +131,6 @@ def test_memory_returns_with_the_last_view(cpu: CpuDevice) -> None:
 
     assert (1000, 0) == (held, cpu.allocated_bytes)
     assert 0 < free <= total
-
-
-def test_the_address_of_a_foreign_array_is_refused(device: BaseDevice) -> None:
-    """A kernel could not use it."""
-    with pytest.raises(MisuseError, match="expected an array of this device"):
-        device.address(np.zeros(4))
 
 
 def no_cupy() -> None:
@@ -174,7 +164,6 @@ def test_open_device_refuses_what_it_cannot_open(monkeypatch: pytest.MonkeyPatch
     {"mode": "deferred", "schedule": "sometimes"},
 ])
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    """At construction, by name."""
     with pytest.raises(MisuseError, match="of the cpu device was refused"):
         CpuDevice(**options)
 

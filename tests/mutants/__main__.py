@@ -38,12 +38,9 @@ BROKEN = re.compile(r".*(?:NameError: name |SyntaxError: |\berror: ).*")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one catcher on a copy of the checkout.
+    """The result of one catcher on a copy of the checkout, with the first failure or why the result does not count.
 
-    Attributes:
-        is_caught: the command failed as it has to.
-        message: the first failure, or why the result does not count.
-        is_absent: the command needs a tool that is not here.
+    A verdict is absent where the command needs a tool that is not here.
     """
 
     is_caught: bool
@@ -114,12 +111,9 @@ class Copy:
 
 def selected(clauses: tuple[str, ...], files: tuple[str, ...]) -> list[Mutant]:
     """Return the mutants of some clauses ("C9" means every clause of C9) in files whose names contain some text."""
-    return [
-        mutant
-        for mutant in MUTANTS
-        if (not clauses or any(f"{mutant.clause}.".startswith(f"{name}.") for name in clauses))
-        and (not files or any(name in file for name in files for file in mutant.files))
-    ]
+    return [mutant for mutant in MUTANTS
+            if (not clauses or any(f"{mutant.clause}.".startswith(f"{name}.") for name in clauses))
+            and (not files or any(name in file for name in files for file in mutant.files))]  # fmt: skip
 
 
 def report(label: str, catcher: Catcher, verdict: Verdict, *, expected: bool) -> bool:

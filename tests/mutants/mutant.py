@@ -21,12 +21,10 @@ GONE = "nothing"
 
 @dataclass(frozen=True)
 class Catcher:
-    """A command that must end with exit code 1.
+    """A command that must end with exit code 1, and whose output each of the regular expressions `says` must match.
 
-    Attributes:
-        arguments: of the Python interpreter, from the root of the copy.
-        says: regular expressions; each of them must match the output of the command.
-        needs_control: no other test runs this command without a mutant, so the control always does.
+    The arguments are Python's, from the root of the copy.  With `needs_control` no other test runs this command without
+    a mutant, so the control always does.
     """
 
     arguments: tuple[str, ...]
@@ -71,16 +69,11 @@ By = str | Catcher
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted mistake.
+    """One planted mistake, which breaks a clause of the contract; `what` says it in words.
 
-    Attributes:
-        clause: the clause of the contract that the mistake breaks.
-        what: the mistake, in words.
-        place: a file below `pagedkv/`, and after a colon a function or `Class.method` where the file alone does not do.
-        old: text that occurs once at the place, or `BODY`.
-        new: the text that takes its place, or `GONE`.
-        caught_by: all of these must notice it; a string is an argument of pytest, below `tests/`.
-        also: further edits (place, old, new) of the same mistake.
+    `place` is a file below `pagedkv/`, and after a colon a function or `Class.method` where the file alone does not do.
+    `old` occurs once there, or is `BODY`; `new` replaces it, or is `GONE`; `also` holds more such edits.  All of
+    `caught_by` must notice the mistake; a string is an argument of pytest, below `tests/`.
     """
 
     clause: str
@@ -108,11 +101,7 @@ class Mutant:
         return ((self.place, self.old, self.new), *self.also)
 
     def texts(self, root: Path) -> dict[Path, str]:
-        """Return the changed text of every file of the mutant below a checkout.
-
-        Raises:
-            Misplaced: an old text does not occur exactly once.
-        """
+        """Return the changed text of every file; raise `Misplaced` unless each old text occurs once."""
         texts: dict[Path, str] = {}
         for place, old, new in self.edits:
             name, _, function = place.partition(":")
@@ -136,11 +125,7 @@ class Misplaced(Exception):
 
 
 def _find(text: str, function: str, old: str, *, is_statement: bool) -> tuple[int, int]:
-    """Return start and end of what is replaced, as offsets.
-
-    Raises:
-        LookupError: the function or the text is not there exactly once.
-    """
+    """Return start and end of what is replaced, as offsets."""
     spans = list(_functions(text, function)) if function else [(0, 0, len(text))]
     if len(spans) != 1:
         raise LookupError(f"{len(spans)} functions have this name")

@@ -31,14 +31,9 @@ def test_every_mutant_can_be_planted() -> None:
             if path.suffix == ".py":
                 ast.parse(text)
 
-    assert misplaced == []
-
-
-def test_every_mutant_has_its_own_name() -> None:
-    """The report is read by name."""
     names = Counter((mutant.clause, mutant.what) for mutant in MUTANTS)
-
-    assert [name for name, count in names.items() if count > 1] == []
+    assert [name for name, count in names.items() if count > 1] == [], "the report is read by name"
+    assert misplaced == []
 
 
 def test_every_catcher_exists() -> None:
@@ -88,7 +83,6 @@ def f():
     ],
 )  # fmt: skip
 def test_a_mutant_changes_one_place(tmp_path: Path, place: str, old: str, new: str, expected: str) -> None:
-    """A text, a statement, or the body of a function."""
     path = written(tmp_path, SOME)
 
     assert Mutant("C0", "a mistake", place, old, new, "x.py").texts(tmp_path) == {path.resolve(): expected}
@@ -96,7 +90,6 @@ def test_a_mutant_changes_one_place(tmp_path: Path, place: str, old: str, new: s
 
 @pytest.mark.parametrize(("place", "old"), [("some.py", "x"), ("some.py", "y"), ("some.py:f", "h"), ("other.py", "x")])
 def test_a_place_that_is_not_one_is_refused(tmp_path: Path, place: str, old: str) -> None:
-    """Neither none nor several."""
     written(tmp_path, SOME)
 
     with pytest.raises(Misplaced, match="plant the mutant anew"):
@@ -105,7 +98,6 @@ def test_a_place_that_is_not_one_is_refused(tmp_path: Path, place: str, old: str
 
 @pytest.mark.parametrize(("shift", "exit_code", "told"), [("7", 0, "1 of 1"), ("(5 + 1)", 1, "SURVIVED")])
 def test_a_survivor_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, shift: str, exit_code: int, told: str) -> None:
-    """Behind a control that passes."""
     mutant = Mutant("C2.3", "pages are of another size", "values/quantities.py", "(tokens + PAGE_MASK) >> PAGE_SHIFT",
                     f"(tokens + PAGE_MASK) >> {shift}", "host/test_quantities.py")  # fmt: skip
     monkeypatch.setattr(runner, "MUTANTS", (mutant,))
