@@ -43,13 +43,15 @@ def fault_of(device: CpuDevice, name: str, text: str, arguments: tuple[Any, ...]
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("index", "where"), [(64, "0 bytes past the end"), (164, "400 bytes past the end")])
 def test_a_write_past_the_end_names_buffer_and_thread(threads: int, index: int, where: str) -> None:
-    """The end of the data lies at the guard page."""
+    """The end of the data lies at the guard page; line tables are in every module, and addr2line reads them."""
     with cpu_device(threads=threads) as device:
         out = device.zeros(64, np.float32, name="scores")
         fault = fault_of(device, "store_at", STORE_AT, (out, np.int64(index)))
         launch(device, "store_at", STORE_AT, 3, 32, (out, np.int64(63)))
 
         assert f"{where} of buffer 'scores' float32 (64,)" in str(fault)
+        line = str(fault.fields["reason"]).split(" at ")[1:]  # where binutils are there
+        assert line in ([], ["test_store_at.cu:3"])
         assert ("store_at", (2, 0, 0), (5, 0, 0)) == tuple(fault.fields[k] for k in ("kernel", "block", "thread"))
         assert fault.fields["address"] == device.address(out) + 4 * index
         assert out.tolist() == [0.0] * 63 + [1.0]
@@ -231,12 +233,3 @@ def test_a_signal_outside_a_kernel_goes_to_the_previous_handler(how: str) -> Non
     assert result.stdout.splitlines() == ["fault in a kernel survived"] * 2
     assert result.returncode == -signal.SIGSEGV
     assert ("Fatal Python error" in result.stderr) == (how != "plain")
-
-
-def test_a_fault_names_the_source_line_when_binutils_are_there(cpu: CpuDevice) -> None:
-    """Line tables are in every module; addr2line reads them."""
-    out = cpu.zeros(64, np.float32)
-    fault = fault_of(cpu, "store_at", STORE_AT, (out, np.int64(64)))
-    words = str(fault.fields["reason"]).split(" at ")
-
-    assert len(words) == 1 or words[-1] == "test_store_at.cu:3"

@@ -140,15 +140,11 @@ class Stage:
         logical = np.array([np.flatnonzero(pages.device == page_id)[0] for page_id in on_device.tolist()], np.int32)
         return self.engine.ledger.plan(direction, "main", pages, logical, sources, destinations, host_pages=host_pages)
 
-    def save(self, ids: Ids, extent: npt.NDArray[np.uint8]) -> Transfer:
-        """Submit a save of pages to an extent."""
-        transfer = self.plan("d2h", ids, np.arange(ids.size, dtype=np.int32), host_pages=ids.size)
-        assert self.engine.submit(transfer, extent)
-        return transfer
-
-    def restore(self, extent: npt.NDArray[np.uint8], ids: Ids) -> Transfer:
-        """Submit a restore of pages from an extent."""
-        transfer = self.plan("h2d", np.arange(ids.size, dtype=np.int32), ids, host_pages=ids.size)
+    def move(self, direction: Direction, ids: Ids, extent: npt.NDArray[np.uint8]) -> Transfer:
+        """Submit a save of pages to an extent (d2h), or a restore of them (h2d)."""
+        host = np.arange(ids.size, dtype=np.int32)
+        sources, destinations = (ids, host) if direction == "d2h" else (host, ids)
+        transfer = self.plan(direction, sources, destinations, host_pages=ids.size)
         assert self.engine.submit(transfer, extent)
         return transfer
 
@@ -180,7 +176,7 @@ def save_behind_append(device: CpuDevice) -> None:
         sequence = stage.activate(192)
         k, v = stage.append(sequence, 192)
         extent = stage.extent(3)
-        transfer = stage.save(stage.ids(sequence), extent)
+        transfer = stage.move("d2h", stage.ids(sequence), extent)
         stage.finish_transfer(transfer)
         saved = [part.copy() for part in stage.packed(device.readable(extent), 3)]
         stage.settle()
@@ -197,7 +193,7 @@ def restore_behind_reader(device: CpuDevice) -> None:
         k, v = pages_of(stage.noise(128, 2, 16)), pages_of(stage.noise(128, 2, 16))
         extent = stage.extent_of(k, v)
         out = stage.attend(sequence, 128)
-        transfer = stage.restore(extent, stage.ids(sequence))
+        transfer = stage.move("h2d", stage.ids(sequence), extent)
         stage.engine.wait(transfer)
         stage.engine.publish(transfer)
 
@@ -214,7 +210,7 @@ def read_behind_restore(device: CpuDevice) -> None:
         for plane, _ in stage.planes:
             device.copy(plane, np.full(plane.shape, 0x4040, np.uint16), stage.store.stream)
         stage.store.stream.synchronize()
-        transfer = stage.restore(extent, stage.ids(sequence))
+        transfer = stage.move("h2d", stage.ids(sequence), extent)
         stage.engine.order_before(transfer, stage.store.stream)
         stage.engine.publish(transfer)
         out = stage.attend(sequence, 128)
@@ -262,7 +258,7 @@ def trim_while_saving(device: CpuDevice) -> None:
         stage.store.wait(stage.unit)
         stage.store.commit(stage.unit, 64)
         extent = stage.extent(3)
-        transfer = stage.save(stage.ids(sequence), extent)
+        transfer = stage.move("d2h", stage.ids(sequence), extent)
         _until_accepted(lambda: stage.store.trim(batch), lambda: stage.finish_transfer(transfer))
         stage.append(sequence, 128)
         stage.settle()
@@ -274,28 +270,26 @@ def trim_while_saving(device: CpuDevice) -> None:
 
 def finish_while_saving(device: CpuDevice) -> None:
     """S26: a sequence ends while its pages are saved; the next one gets them only after that."""
-    with staged(device) as stage:
-        sequence, other = stage.activate(512), stage.activate(512)
-        stage.append(sequence, 192)
-        stage.settle()
-        extent = stage.extent(3)
-        transfer = stage.save(stage.ids(sequence), extent)
-        _until_accepted(lambda: stage.store.finish(sequence), lambda: stage.finish_transfer(transfer))
-        _write_all_pages(stage)
-        stage.store.finish(other)
+    _release_while_saving(device, is_aborted=False)
 
 
 def abort_while_saving(device: CpuDevice) -> None:
     """S26 to S28: an aborted transfer holds its pages until what it queued has run."""
+    _release_while_saving(device, is_aborted=True)
+
+
+def _release_while_saving(device: CpuDevice, *, is_aborted: bool) -> None:
     with staged(device) as stage:
         sequence, other = stage.activate(512), stage.activate(512)
         stage.append(sequence, 192)
         stage.settle()
-        transfer = stage.save(stage.ids(sequence), stage.extent(3))
-        assert not stage.engine.abort(transfer)
-        _until_accepted(lambda: stage.store.finish(sequence), lambda: _poll_until_aborted(stage, transfer))
-        _write_all_pages(stage)
-        _poll_until_aborted(stage, transfer)
+        transfer = stage.move("d2h", stage.ids(sequence), stage.extent(3))
+        assert not (is_aborted and stage.engine.abort(transfer))
+        end = _poll_until_aborted if is_aborted else Stage.finish_transfer
+        _until_accepted(lambda: stage.store.finish(sequence), lambda: end(stage, transfer))
+        stage.filled(512)  # another sequence writes every page that was released
+        if is_aborted:
+            _poll_until_aborted(stage, transfer)
         stage.store.finish(other)
 
 
@@ -304,7 +298,7 @@ def save_and_read(device: CpuDevice) -> None:
     with staged(device) as stage:
         sequence, k, _ = stage.filled(64)
         extent = stage.extent(1)
-        transfer = stage.save(stage.ids(sequence), extent)
+        transfer = stage.move("d2h", stage.ids(sequence), extent)
         _until_accepted(lambda: stage.engine.publish(transfer), lambda: stage.engine.wait(transfer))
         saved = stage.packed(device.readable(extent), 1)[0].copy()
         stage.engine.wait(transfer)
@@ -367,12 +361,6 @@ def _until_accepted(act: Callable[[], object], otherwise: Callable[[], object]) 
     except pk.MisuseError:
         otherwise()
         act()
-
-
-def _write_all_pages(stage: Stage) -> None:
-    """Fill the pages that one more sequence gets."""
-    stage.append(stage.activate(512), 512)
-    stage.settle()
 
 
 def _poll_until_aborted(stage: Stage, transfer: Transfer) -> None:
