@@ -10,14 +10,7 @@ NO_DEVICE, INVALID_DEVICE = 100, 101
 
 
 class FakeDriver:
-    """The functions of libcuda that look for GPUs.
-
-    Args:
-        version: 13010 is CUDA 13.1.
-        gpus: how many there are.
-        code: what cuInit answers; 0 is success.
-        major: compute capability of every GPU.
-    """
+    """The functions of libcuda that look for GPUs; version 13010 is CUDA 13.1, and `code` is cuInit's answer."""
 
     def __init__(self, *, version: int = 13010, gpus: int = 1, code: int = 0, major: int = 9) -> None:
         self.version, self.gpus, self.code, self.major = version, gpus, code, major

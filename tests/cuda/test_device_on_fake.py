@@ -232,16 +232,14 @@ def test_an_error_of_earlier_work_is_a_device_fault(device: CudaDevice, machine:
         assert device.event().query() == answer
 
 
-def test_memory_that_is_not_there_is_a_capacity_error_with_its_name(device: CudaDevice) -> None:
-    """C5.4: the error names the array and its bytes."""
-    free, _ = device.memory_bytes()
+def test_caches_are_emptied_and_counted(device: CudaDevice) -> None:
+    """C5.3: F is what the driver reports after the caches of this process are emptied, and the plan prints them.
+
+    C5.4: the error of memory that is not there names the array and its bytes.
+    """
+    free, total = device.memory_bytes()
     with pytest.raises(CapacityError, match=f"allocation of {free + 1} bytes for the slab"):
         device.empty(free + 1, np.uint8, name="the slab")
-
-
-def test_caches_are_emptied_and_counted(device: CudaDevice) -> None:
-    """C5.3: F is what the driver reports after the caches of this process are emptied, and the plan prints them."""
-    free, total = device.memory_bytes()
     array = device.empty(1000, np.uint8)
     view = array[10:]
     del array

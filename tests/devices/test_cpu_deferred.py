@@ -210,19 +210,17 @@ def test_a_fault_is_raised_where_work_is_forced(device: CpuDevice) -> None:
 
 
 # ---- memory of the host ----------------------------------------------------------------------------------------------
-def test_pageable_sources_are_copied_at_submission(device: CpuDevice) -> None:
-    """As CUDA stages them: later changes of the array have no effect."""
-    stream, target, source = device.stream(), device.zeros(4, np.int32), np.array([1, 2, 3, 4], np.int32)
-    device.copy(target, source, stream)
-    source[:] = -7
-    stream.synchronize()
+def test_staging_that_is_reused_too_early_is_named(device: CpuDevice) -> None:
+    """S19, S20, S22: pinned bytes change between submission and execution; another slice may change.
 
+    Pageable sources are copied at submission, as CUDA stages them: later changes have no effect.
+    """
+    stream, target, pageable = device.stream(), device.zeros(4, np.int32), np.array([1, 2, 3, 4], np.int32)
+    device.copy(target, pageable, stream)
+    pageable[:] = -7
+    stream.synchronize()
     assert target.tolist() == [1, 2, 3, 4]
 
-
-def test_staging_that_is_reused_too_early_is_named(device: CpuDevice) -> None:
-    """S19, S20, S22: pinned bytes change between submission and execution; another slice may change."""
-    stream, target = device.stream(), device.zeros(4, np.int32)
     staging = device.pinned((2, 4), np.int32, name="staging")
     staging[:] = 1
     device.copy(target, staging[0], stream)

@@ -21,20 +21,15 @@ GEOMETRY = pk.KVGeometry(layers=2, query_heads=6, kv_heads=2, head_dim=64)
 
 def host(device: pk.Device, array: Any) -> np.ndarray:
     """Copy a device array to the host."""
-    stream = device.stream()
-    copy = np.empty(array.shape, array.dtype)
-    device.copy(copy, array, stream)
-    stream.synchronize()
-    return copy
+    return copied(device, np.empty(array.shape, array.dtype), array)  # type: ignore[no-any-return]
 
 
-def placed(device: pk.Device, values: np.ndarray) -> Any:
-    """Copy a host array to the device."""
+def copied(device: pk.Device, destination: Any, source: Any) -> Any:
+    """Copy, wait, and return the destination."""
     stream = device.stream()
-    array = device.empty(values.shape, values.dtype)
-    device.copy(array, values, stream)
+    device.copy(destination, source, stream)
     stream.synchronize()
-    return array
+    return destination
 
 
 def decoded(device: pk.Device, profile: str, *, use_graphs: bool = True) -> tuple[list[list[int]], list[np.ndarray]]:
@@ -84,8 +79,9 @@ def test_conversions_have_the_same_bits(gpu: CudaDevice) -> None:
     with contextlib.ExitStack() as stack:
         for device in (stack.enter_context(cpu_device()), gpu):
             ops, stream = pk.Ops(device), device.stream()
-            source, bits = placed(device, values), device.empty(values.shape, np.uint16)
-            back = device.empty(values.shape, np.float32)
+            source, back = (device.empty(values.shape, np.float32) for _ in range(2))
+            bits = device.empty(values.shape, np.uint16)
+            copied(device, source, values)
             ops.bf16_from_f32(bits, source, stream=stream)
             ops.f32_from_bf16(back, bits, stream=stream)
             stream.synchronize()

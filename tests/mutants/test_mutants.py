@@ -14,7 +14,8 @@ from tests.checkout import ROOT
 from tests.mutants import __main__ as runner
 from tests.mutants.entries import MUTANTS
 from tests.mutants.mutant import BODY, GONE, Misplaced, Mutant
-from tests.mutants.scenes import SCENES
+from tests.mutants.scenes import SCENES, Scene, deferred_device
+from tests.mutants.walks import SEEDS
 
 
 def test_every_mutant_can_be_planted() -> None:
@@ -105,3 +106,10 @@ def test_a_survivor_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, shift: str, 
 
     assert exit_code == result.exit_code, result.output
     assert told in result.output
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: str(scene.__name__))
+def test_a_scene_without_a_mistake_is_clean_under_every_seed(scene: Scene) -> None:
+    """Design 4: every legal order gives the same bytes, and no order is reported as a hazard."""
+    for seed in range(SEEDS):
+        scene(deferred_device(seed))
