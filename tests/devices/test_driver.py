@@ -15,12 +15,10 @@ CONFIG = pk.StoreConfig(pk.KVGeometry(layers=1, query_heads=1, kv_heads=1, head_
                         max_concurrency=1, kv_capacity=pk.ExplicitCapacity(64))
 
 
-@pytest.mark.parametrize(
-    ("driver", "name"),
-    [(None, ""), (FakeDriver(code=NO_DEVICE), ""), (FakeDriver(gpus=0), ""), (FakeDriver(gpus=2), "H200")],
-)
+@pytest.mark.parametrize(("driver", "name"), [
+    (None, ""), (FakeDriver(code=NO_DEVICE), ""), (FakeDriver(gpus=0), ""), (FakeDriver(gpus=2), "H200"),
+])
 def test_the_driver_names_the_gpu_that_this_process_sees(driver: FakeDriver | None, name: str) -> None:
-    """No driver, none visible, no GPU at all, two."""
     assert visible_gpu(load_of(driver)) == name
 
 

@@ -39,15 +39,19 @@ def add_kernel(device: BaseDevice) -> tuple[BaseKernel, list[Any]]:
 
 
 def test_every_parameter_kind_arrives(device: BaseDevice) -> None:
-    """Pointers, null, bool and all integer and floating sizes, at their extremes."""
+    """Pointers, null, bool and all integer and floating sizes, at their extremes; what is not exported is refused."""
     out, source = device.empty(12, np.float64), device.empty(1, np.float32)
     source[0] = 3.5
-    found = kernel(device, "every_kind", EVERY_KIND)
+    module = device.load(ModuleSpec("test_every_kind", text=EVERY_KIND, kernels=("every_kind",)))
+    found = module.kernel("every_kind")
     for array, first in ((source, 3.5), (None, -1.0)):
         found.launch((1, 1, 1), (1, 1, 1), (out, array, *SCALARS), device.stream())
 
         assert [first, *(float(s) for s in SCALARS)] == out.tolist()
     assert found.parameters[:4] == ("pointer", "pointer to const", "bool", "int8")
+    assert module.kernel("every_kind") is found
+    with pytest.raises(MisuseError, match=r"kernel missing of module test_every_kind .* PK_EXPORT"):
+        module.kernel("missing")
 
 
 @pytest.mark.parametrize("position", range(2, 13))
@@ -139,14 +143,6 @@ def test_only_pinned_slices_may_be_declared_as_reads(device: BaseDevice) -> None
     (node,) = device.end_capture(stream).nodes
 
     assert node.reads == ((device.address(ring) + 64, 32),)
-
-
-def test_a_kernel_that_is_not_exported_is_refused(device: BaseDevice) -> None:
-    module = device.load(ModuleSpec("test_add", text=ADD, kernels=("add",)))
-    with pytest.raises(MisuseError, match=r"kernel missing of module test_add .* PK_EXPORT"):
-        module.kernel("missing")
-
-    assert module.kernel("add") is module.kernel("add")
 
 
 def test_a_closed_device_refuses_use(device: BaseDevice) -> None:

@@ -82,48 +82,43 @@ def test_numpy_arrays_among_cupys_are_refused(gpu: CudaDevice) -> None:
 
 
 def test_streams_fork_and_join_in_a_capture(gpu: CudaDevice) -> None:
-    """The dependencies that we note are those that CUDA keeps: the graph runs in order on every replay."""
-    a, b = pair(gpu)
-    c = gpu.zeros((3, 3), np.float32)
+    """The dependencies that we note are those that CUDA keeps: the graph runs in order on every replay.
+
+    CUDA ends a capture with an unjoined stream with an error; we refuse before that, and both streams live.
+    """
+    (a, b), c = pair(gpu), gpu.zeros((3, 3), np.float32)
     main, side, fork, join = gpu.stream(), gpu.stream(), gpu.event(), gpu.event()
     for stream in (main, side):
         gpu.call(stream, double, b, a)
         stream.synchronize()
-    gpu.begin_capture(main)
-    main.record(fork)
-    side.wait(fork)
+
+    def forked() -> None:
+        gpu.begin_capture(main)
+        main.record(fork)
+        side.wait(fork)
+        gpu.call(side, double, b, a)
+
+    forked()
+    with pytest.raises(pk.CaptureRefused, match="does not wait for"):
+        gpu.end_capture(main)
+    fill(gpu, a, np.ones((3, 3)))
     gpu.call(side, double, b, a)
+    side.synchronize()
+    main.synchronize()
+    assert (b.get() == 2).all()
+
+    forked()
     side.record(join)
     main.wait(join)
     gpu.call(main, double, c, b)
     graph = gpu.end_capture(main)
-    fill(gpu, a, np.ones((3, 3)))
+    fill(gpu, a, np.full((3, 3), 2))
     graph.launch(main)
     main.synchronize()
 
-    assert (c.get() == 4).all()
+    assert (c.get() == 8).all()
     assert [node.dependencies for node in graph.nodes] == [(), (0,)]
     assert "digraph" in graph.debug_text()
-
-
-def test_an_unjoined_stream_is_refused_and_both_streams_live(gpu: CudaDevice) -> None:
-    """CUDA ends the capture with an error; we refuse before that."""
-    target, source = pair(gpu)
-    main, side, fork = gpu.stream(), gpu.stream(), gpu.event()
-    gpu.call(side, double, target, source)
-    side.synchronize()
-    gpu.begin_capture(main)
-    main.record(fork)
-    side.wait(fork)
-    gpu.call(side, double, target, source)
-    with pytest.raises(pk.CaptureRefused, match="does not wait for"):
-        gpu.end_capture(main)
-    fill(gpu, source, np.ones((3, 3)))
-    gpu.call(side, double, target, source)
-    side.synchronize()
-    main.synchronize()
-
-    assert (target.get() == 2).all()
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
