@@ -97,28 +97,21 @@ def test_plain_functions_run(
 reads_a_dict = function_of("target += TABLE['a']")
 
 
-def closing_over(value: float) -> Callable[..., Any]:
+def closing_over(value: float) -> tuple[Callable[..., Any], ...]:
     def inner(target: Any) -> None:
         target += value
 
-    return inner
-
-
-def lambda_over(value: float) -> Callable[..., Any]:
-    return lambda target: target + value
-
-
-def nested_without_closure() -> Callable[..., Any]:
-    def inner(target: Any) -> None:
+    def without_closure(target: Any) -> None:
         target += 1
 
-    return inner
+    return inner, without_closure, lambda target: target + value
 
 
+CLOSURE, NESTED, LAMBDA = closing_over(1.0)
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "closure": (closing_over(1.0), "closing over value"),
-    "nested": (nested_without_closure(), "defined in a function"),
-    "lambda": (lambda_over(1.0), "closing over value"),
+    "closure": (CLOSURE, "closing over value"),
+    "nested": (NESTED, "defined in a function"),
+    "lambda": (LAMBDA, "closing over value"),
     "bound method": (ACCUMULATOR.add, "got method Accumulator.add"),
     "partial": (functools.partial(plain), "got partial"),
     "callable class": (Accumulator, "got type Accumulator"),
