@@ -58,11 +58,6 @@ class Meddler:
             self.after(unit)
 
 
-def write_no_token(next_tokens: Any) -> None:
-    """Leave what is no id."""
-    next_tokens[...] = -1
-
-
 def fail_beyond_position_11(valid_columns: Any, first_positions: Any) -> None:
     """Raise on the stream, at a replay only."""
     if (valid_columns > 0).any() and first_positions.max() > 11:
@@ -173,23 +168,16 @@ def test_columns_that_call_the_store_are_read_before_any_check() -> None:
         store.fail(store.units()[0])
 
 
-@pytest.mark.parametrize(("row", "serial"), [(True, 1), ("0", 1), (0.0, 1), (np.int64(0), 1), (-1, 1), (0, None)])
-def test_a_forged_handle_is_stale(row: Any, serial: Any) -> None:
-    """C10.1: only plain integers name a row; a NumPy row would poison the free rows."""
+@pytest.mark.parametrize(("row", "serial", "process"), [
+    (True, 1, -1), ("0", 1, -1), (0.0, 1, -1), (np.int64(0), 1, -1), (-1, 1, -1), (0, None, -1), (0, 1, 0xFFFFFFFF),
+])
+def test_a_forged_handle_is_stale(row: Any, serial: Any, process: int) -> None:
+    """C10.1: plain integers name a row, and the process is a part of the store's id: both could number from 1."""
     with opened() as store:
         own = store.activate(prompt_tokens=4, output_tokens=0)
+        assert (own.store_id >> 32, own.row, own.serial) == (os.getpid(), 0, 1)
         with refused(pk.StaleHandle, "C10.1", store._ledger):
-            store.finish(pk.Sequence(own.store_id, row, serial))
-
-
-def test_a_handle_of_another_process_is_stale() -> None:
-    """C10.1: both processes number their stores from 1, after a fork too."""
-    with opened() as store:
-        own = store.activate(prompt_tokens=4, output_tokens=0)
-
-        assert own.store_id >> 32 == os.getpid()
-        with refused(pk.StaleHandle, "C10.1", store._ledger):
-            store.finish(pk.Sequence(own.store_id & 0xFFFFFFFF, own.row, own.serial))
+            store.finish(pk.Sequence(own.store_id & process, row, serial))
 
 
 def test_batches_and_units_are_what_the_store_made() -> None:
@@ -206,6 +194,9 @@ def test_batches_and_units_are_what_the_store_made() -> None:
             for name in ("submit", "wait", "commit", "fail"):
                 with refused(pk.MisuseError, "C12.3", store._ledger):
                     getattr(store, name)(stranger)
+        for retain in (1, "no", np.True_, None):
+            with refused(pk.MisuseError, "C9.8", store._ledger, match="retain"):
+                store.finish(sequence, retain=retain)  # type: ignore[arg-type]
         with refused(pk.MisuseError, "C3.3", store._ledger):
             store.committed_tokens(sequence, [])  # type: ignore[arg-type]
         with refused(pk.MisuseError, "C10.9", store._ledger):
@@ -277,19 +268,6 @@ def test_who_asks_for_evidence_in_the_middle_of_an_operation_leaves_none() -> No
     store.close()
 
 
-def test_mapping_under_capture_is_refused_before_anything_is_mapped() -> None:
-    """C11.2: its publication could not run now."""
-    with opened() as store:
-        sequence = store.activate(prompt_tokens=100, output_tokens=0)
-        batch = store.batch([sequence])
-        store.device.begin_capture(store.stream)
-        with refused(pk.CaptureRefused, "C11.2", store._ledger):
-            store.begin_unit(batch, 4)
-        with refused(pk.CaptureRefused, "C11.2", store._ledger):
-            store.ensure_mapped_to_tokens(sequence, 4)
-        store.device.abort_capture(store.stream)
-
-
 def test_a_store_is_neither_copied_nor_pickled() -> None:
     """C1.1: a shallow copy would share ledgers and forget the latch."""
     with opened() as store:
@@ -306,75 +284,56 @@ def test_a_configuration_crosses_a_process_boundary() -> None:
         assert pk.plan(twin, 1 << 40) == pk.plan(config, 1 << 40)
 
 
-def test_leaving_a_store_does_not_hide_the_first_error() -> None:
-    """C12.4: what closing says is a note on it."""
-    store = pk.open_store(CONFIG, device=CpuDevice(mode="deferred"))
-    launch_a_crash(store)
-    first = KeyError("first")
-    store.__exit__(KeyError, first, None)
-
-    assert "crash" in first.__notes__[0]
-    store.close()
-
-
-def test_closing_aborts_a_capture() -> None:
-    """C12.4: a capture that its owner left open keeps no store from being closed, nor its device from going on."""
-    device = pk.open_device("cpu")
-    store = pk.open_store(CONFIG, device=device)
-    device.begin_capture(store.stream)
-    store.close()
-
-    assert not store.stream.is_capturing
-    pk.open_store(CONFIG, device=device).close()
-
-
 def launch_a_crash(store: pk.Store) -> None:
     """Launch a kernel that will fail; a deferred device says so when something waits for it."""
     module = store.device.load(pk.ModuleSpec("crash", text=CRASH, kernels=("crash",)))
     module.kernel("crash").launch((1, 1, 1), (1, 1, 1), [store.device.zeros((4,), np.int32)], store.stream)
 
 
-def test_a_fault_that_closing_meets_is_raised_and_kept() -> None:
-    """C12.4: the store is closed all the same, and closing again is harmless."""
+@pytest.mark.parametrize("call", [
+    lambda store, model: store.check(), lambda store, model: UnitGraph(store, model, KEY),
+    lambda store, model: store.close(),
+], ids=["check", "warm-up", "close"])
+def test_a_call_that_meets_a_fault_latches_the_store(call: Callable[[pk.Store, ToyModel], object]) -> None:
+    """C12.4: not only a wait; the store closes all the same, once, and the fault is a note on what came first."""
     store = pk.open_store(CONFIG, device=CpuDevice(mode="deferred"))
+    model = ToyModel(store)
     launch_a_crash(store)
     with pytest.raises(pk.DeviceFault, match="crash") as caught:
-        store.close()
+        call(store, model)
 
     assert store.evidence is caught.value
     store.close()
     with pytest.raises(pk.MisuseError, match="a closed one"):
         store.poll()
+    other, first = pk.open_store(CONFIG, device=CpuDevice(mode="deferred")), KeyError("first")
+    launch_a_crash(other)
+    other.__exit__(KeyError, first, None)
+    assert "crash" in first.__notes__[0]
 
 
-def test_every_call_that_meets_a_fault_latches_the_store() -> None:
-    """C12.4: a check and a warm-up, not only a wait."""
-    for is_check in (True, False):
-        with pk.open_store(CONFIG, device=CpuDevice(mode="deferred")) as store:
-            model = ToyModel(store)
-            launch_a_crash(store)
-            with pytest.raises(pk.DeviceFault, match="crash") as caught:
-                store.check() if is_check else UnitGraph(store, model, KEY)
-
-            assert store.evidence is caught.value
-
-
-def test_a_store_closes_after_its_device() -> None:
-    """C12.4: the wrong order is said once."""
+def test_closing_comes_after_a_capture_and_before_the_device() -> None:
+    """C12.4: a capture that its owner left open keeps no store from closing; the wrong order is said once."""
     device = pk.open_device("cpu")
+    store = pk.open_store(CONFIG, device=device)
+    device.begin_capture(store.stream)
+    store.close()
+    assert not store.stream.is_capturing
+
     store = pk.open_store(CONFIG, device=device)
     device.close()
     with pytest.raises(pk.MisuseError, match="closed device"):
         store.close()
-
     store.close()
 
 
 @pytest.mark.parametrize("device", [None, 5, [], object()])
-def test_what_is_no_device_is_refused(device: Any) -> None:
+def test_what_is_no_device_or_no_configuration_is_refused(device: Any) -> None:
     """C1.1: with the names that would do."""
     with pytest.raises(pk.MisuseError, match="auto, cpu, cuda or a Device"):
         pk.open_store(CONFIG, device=device)
+    with pytest.raises(pk.ConfigError, match="StoreConfig"):
+        pk.open_store(device, device="cpu")
 
 
 def test_ledgers_beyond_host_memory_are_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,33 +379,6 @@ def test_a_refused_step_changes_no_sequence() -> None:
                 loop.decode(named, stop_tokens=stops)
 
 
-def test_a_prompt_that_fails_half_way_can_be_prefilled_again() -> None:
-    """C9.5, C9.10: the model raises at the second shape; the frontier is back where it was."""
-    with opened() as store:
-        model = ToyModel(store)
-        prompt = list(range(140))
-
-        def refuse_16(unit: Unit) -> None:
-            if unit.width == 16:
-                raise RuntimeError("out of ideas")
-
-        meddler = Meddler(model, before=refuse_16)
-        loop = DecodeLoop(store, meddler)
-        sequence = store.activate(prompt_tokens=140, output_tokens=3)
-        with pytest.raises(RuntimeError, match="out of ideas"):
-            loop.prefill(sequence, prompt)
-
-        assert store.committed_tokens(sequence) == 0
-        meddler.before = None
-        loop.prefill(sequence, prompt)
-        texts = [tokens[sequence] for tokens in loop.decode([sequence])]
-        store.finish(sequence)
-        fresh = store.activate(prompt_tokens=140, output_tokens=3)
-        reference = DecodeLoop(store, model)
-        reference.prefill(fresh, prompt)
-        assert texts == [tokens[fresh] for tokens in reference.decode([fresh])]
-
-
 @pytest.mark.parametrize("mode", ["eager", "deferred"])
 @pytest.mark.parametrize("use_graphs", [True, False])
 def test_a_call_that_raises_at_a_replay_moves_nothing(use_graphs: bool, mode: str) -> None:
@@ -464,39 +396,6 @@ def test_a_call_that_raises_at_a_replay_moves_nothing(use_graphs: bool, mode: st
                 loop.step([sequence])
 
         assert store.committed_tokens(sequence) == 12
-
-
-def test_a_negative_sample_is_refused_and_not_committed() -> None:
-    """C14.4: a model that leaves next_tokens alone is told so."""
-    with opened() as store:
-        loop = DecodeLoop(store, Meddler(ToyModel(store), after=lambda unit: unit.call(
-            write_no_token, unit.next_tokens)))
-        sequence = store.activate(prompt_tokens=4, output_tokens=2)
-        with refused(pk.MisuseError, "C14.4", loop._outputs, match="next_tokens"):
-            loop.prefill(sequence, [1, 2, 3, 4])
-
-        assert store.committed_tokens(sequence) == 0
-
-
-def test_an_interrupted_commit_latches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C12.4: an interrupt after the frontier moved and before the row thawed; nothing is decided on half a commit."""
-    with pk.open_store(CONFIG, device="cpu") as store:
-        loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=4, output_tokens=4)
-        loop.prefill(sequence, [1, 2, 3, 4])
-
-        def interrupt(unit: pk.Submission) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store._ledger, "_end_unit", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                loop.step([sequence])
-
-        assert isinstance(store.evidence, pk.BrokenOff)
-        assert store.evidence.operation == "commit"
-        with pytest.raises(pk.StoreLatched, match="latched after commit, which broke off"):
-            loop.step([sequence])
 
 
 @pytest.mark.parametrize("meddling", [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,33 +13,26 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
 from tests.host.refusals import assert_unchanged, differences, observables, snapshot
-from tests.placement import shuffle_placement
-from tests.test_sanitizer import write
-from tests.toy_model import ToyModel
+from tests.test_sanitizer import write as append_noise
+from tests.toy_model import ToyModel, decode_all, opened_store, prefilled, retained, run_unit
 
 GEOMETRY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
 DRAFT = pk.DraftFullBackend(pk.KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64))
 
 
-@contextmanager
 def opened(
     profile: str = "bf16", *, backend: pk.MTPBackend | pk.DraftFullBackend | None = None, sanitizer: bool = True,
     tokens: int = 8 * 320,
-) -> Iterator[pk.Store]:
-    """Open a store of eight rows and scattered pages, in sanitizer mode: what nobody wrote is NaN."""
-    config = pk.StoreConfig(GEOMETRY, profile=profile, max_context=320, max_concurrency=8, backend=backend,
-                            kv_capacity=pk.ExplicitCapacity(tokens), sanitizer=sanitizer)
-    with pk.open_store(config, device="cpu") as store:
-        if sanitizer:  # the others compare the ledgers whole
-            shuffle_placement(store, seed=7)
-        yield store
-        store.check()
+) -> AbstractContextManager[pk.Store]:
+    """Open a store of eight rows, in sanitizer mode with scattered pages; the others compare the ledgers whole."""
+    return opened_store(GEOMETRY, profile=profile, max_context=320, concurrency=8, tokens=tokens, backend=backend,
+                        placement_seed=7 if sanitizer else None, sanitizer=sanitizer)
 
 
-def advance(store: pk.Store, sequence: pk.Sequence, tokens: int, pool: str = "main", seed: int = 1) -> None:
+def write(store: pk.Store, sequence: pk.Sequence, tokens: int, pool: str = "main", seed: int = 1) -> None:
     """Write and commit noise behind the frontier of one pool."""
     unit = store.begin_unit(store.batch([sequence]), {pool: tokens})
-    write(store, sequence.row, int(unit.first_positions[pool][0]), tokens, pool, seed)
+    append_noise(store, sequence.row, int(unit.first_positions[pool][0]), tokens, pool, seed)
     store.wait(unit)
     store.commit(unit, {pool: tokens})
 
@@ -57,22 +50,19 @@ def rows_of(store: pk.Store, held: pk.Sequence | pk.Continuation, pool: str = "m
     return found
 
 
-def in_two_pools(store: pk.Store) -> pk.Sequence:
+def of_two_pools(store: pk.Store) -> pk.Sequence:
     """Return a sequence of 150 tokens in Main and 140 in the other pool."""
     sequence = store.activate(prompt_tokens=160, output_tokens=20)
-    advance(store, sequence, 150)
-    advance(store, sequence, 140, store.config.pools[1].name)
+    write(store, sequence, 150)
+    write(store, sequence, 140, store.config.pools[1].name)
     return sequence
 
 
-def retained(store: pk.Store, held: int | pk.Sequence) -> pk.Continuation:
-    """Return a continuation of a sequence, or of so many tokens."""
-    sequence = held if isinstance(held, pk.Sequence) else store.activate(prompt_tokens=held, output_tokens=0)
-    if isinstance(held, int):
-        advance(store, sequence, held)
-    saved = store.finish(sequence, retain=True, state="complete")
-    assert saved is not None
-    return saved
+def kept_tokens(store: pk.Store, tokens: int) -> pk.Continuation:
+    """Return a continuation of so many tokens."""
+    sequence = store.activate(prompt_tokens=tokens, output_tokens=0)
+    write(store, sequence, tokens)
+    return retained(store, sequence)
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------
@@ -80,58 +70,38 @@ def retained(store: pk.Store, held: int | pk.Sequence) -> pk.Continuation:
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("profile", sorted(pk.PROFILES))
-def test_a_fork_reads_the_source_s_bytes_and_writes_none_of_them(profile: str) -> None:
-    """C10.5: 150 tokens are two shared pages and 22 copied columns; the fork's 151st token is its own."""
+def test_snapshot_fork_and_move_keep_the_bytes_below_their_frontier(profile: str) -> None:
+    """C10.4..C10.6: who shares pages writes on in pages of its own, and reaches no byte of the others."""
     with opened(profile) as store:
-        saved = retained(store, 150)
-        before = rows_of(store, saved)
-        fork = store.activate(source=saved, frontier=150, prompt_tokens=60, output_tokens=10)
-
-        assert rows_of(store, fork) == before
-        assert store.page_ids(fork)[:2] == store.page_ids(saved)[:2]
-        assert store.page_ids(fork)[2] != store.page_ids(saved)[2]
-        advance(store, fork, 60, seed=9)
+        sequence = store.activate(prompt_tokens=150, output_tokens=100)
+        write(store, sequence, 150)
+        pages, before = store.page_ids(sequence), rows_of(store, sequence)
+        saved = store.snapshot(sequence, state="complete")
+        assert (rows_of(store, saved), store.page_ids(sequence)) == (before, pages)
+        write(store, sequence, 70, seed=5)
         assert rows_of(store, saved) == before
 
+        fork = store.activate(source=saved, frontier=150, prompt_tokens=60, output_tokens=10)
+        assert rows_of(store, fork) == before
+        ids, copied = store.page_ids(saved), store.page_ids(fork)
+        assert (ids[:2] == copied[:2], ids[2] == copied[2]) == (True, False)
+        write(store, fork, 60, seed=9)
+        assert rows_of(store, saved) == before
 
-@pytest.mark.parametrize("profile", sorted(pk.PROFILES))
-def test_a_move_to_a_lower_frontier_keeps_what_is_below_it(profile: str) -> None:
-    """C10.4, C9.10: the pages stay where they are; the page that is cut inside has other content from then on."""
-    with opened(profile) as store:
-        saved = retained(store, 150)
         longer = store.activate(source=saved, prompt_tokens=0, output_tokens=0)
         store.truncate(longer, 130)
-        expected, pages = rows_of(store, longer), store.page_ids(saved)
         moved = store.activate(source=saved, frontier=130, keep_source=False, prompt_tokens=60, output_tokens=10)
-
-        assert rows_of(store, moved) == expected
-        assert store.page_ids(moved) == pages
+        assert rows_of(store, moved) == rows_of(store, longer)
+        assert store.page_ids(moved) == ids
         with pytest.raises(pk.StaleHandle):
             store.state_of(saved)
-
-
-@pytest.mark.deferred
-@pytest.mark.parametrize("profile", sorted(pk.PROFILES))
-def test_a_snapshot_keeps_its_bytes_while_the_sequence_runs_on(profile: str) -> None:
-    """C10.6: no table entry of the running sequence changes, and its next tokens reach no byte of the checkpoint."""
-    with opened(profile) as store:
-        sequence = store.activate(prompt_tokens=100, output_tokens=100)
-        advance(store, sequence, 100)
-        pages = store.page_ids(sequence)
-        checkpoint = store.snapshot(sequence, state="complete")
-        before = rows_of(store, checkpoint)
-
-        assert before == rows_of(store, sequence)
-        assert store.page_ids(sequence) == pages
-        advance(store, sequence, 70, seed=5)
-        assert rows_of(store, checkpoint) == before
 
 
 @pytest.mark.parametrize("backend", [pk.MTPBackend(3), DRAFT], ids=["mtp", "draft"])
 def test_each_pool_is_forked_at_its_own_frontier(backend: pk.MTPBackend | pk.DraftFullBackend) -> None:
     """C9.9, C10.5: Main at 150, the backend at 70; a head-major plane is copied as a page-major one is."""
     with opened(backend=backend) as store:
-        pool, saved = store.config.pools[1].name, retained(store, in_two_pools(store))
+        pool, saved = store.config.pools[1].name, retained(store, of_two_pools(store))
         with pytest.raises(pk.MisuseError, match=r"name every pool.*\(C9.9\)"):
             store.activate(source=saved, frontier=150, prompt_tokens=1, output_tokens=1)
         fork = store.activate(source=saved, frontier={"main": 150, pool: 70}, prompt_tokens=1, output_tokens=1)
@@ -146,22 +116,11 @@ def test_each_pool_is_forked_at_its_own_frontier(backend: pk.MTPBackend | pk.Dra
 # ---- tokens ---------------------------------------------------------------------------------------------
 
 
-def decoded(loop: DecodeLoop, sequences: list[pk.Sequence], steps: int) -> dict[pk.Sequence, list[int]]:
-    """Step sequences together and return their tokens."""
-    said: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
-    for _ in range(steps):
-        for sequence, tokens in loop.step(sequences).items():
-            said[sequence] += tokens
-    return said
-
-
-def alone(profile: str, prompt: list[int], steps: int) -> list[int]:
+def alone(profile: str, ids: list[int], steps: int) -> list[int]:
     """Return what a sequence of its own says."""
     with opened(profile) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=len(prompt), output_tokens=steps)
-        loop.prefill(sequence, prompt)
-        return decoded(loop, [sequence], steps)[sequence]
+        return decode_all(loop, [prefilled(loop, ids, steps)])[0]
 
 
 @pytest.mark.deferred
@@ -172,49 +131,38 @@ def test_forks_say_what_unshared_runs_say(profile: str, frontier: int) -> None:
     prompt = [(37 * i) % 1009 for i in range(frontier)]
     with opened(profile) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        root = store.activate(prompt_tokens=frontier, output_tokens=0)
-        loop.prefill(root, prompt)
-        saved = store.finish(root, retain=True, state="complete")
+        saved = retained(store, prefilled(loop, prompt, 0))
         children = [store.activate(source=saved, prompt_tokens=3, output_tokens=40) for _ in range(4)]
         suffixes = [[5 + i, 11 * i, 900 - i] for i in range(4)]
         for child, suffix in zip(children, suffixes, strict=True):
             loop.prefill(child, suffix)
-        said = decoded(loop, children, 40)
+        texts = decode_all(loop, children)
 
-    assert [said[child] for child in children] == [alone(profile, prompt + suffix, 40) for suffix in suffixes]
+    assert texts == [alone(profile, prompt + suffix, 40) for suffix in suffixes]
 
 
 def test_a_resumed_snapshot_goes_the_way_of_its_run() -> None:
-    """C10.6: the token that was sampled last is the loop's whole state; it is written in the decode route."""
+    """C10.6, C9.2: the token that was sampled last is the loop's whole state, and must have room to be written."""
     with opened("int8-g64") as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=70, output_tokens=60)
-        loop.prefill(sequence, range(70))
-        decoded(loop, [sequence], 5)
+        sequence = prefilled(loop, list(range(70)), 60)
+        for _ in range(5):
+            loop.step([sequence])
         checkpoint = store.snapshot(sequence, state=loop.last_token(sequence))
-        expected = decoded(loop, [sequence], 55)[sequence]
+        expected = decode_all(loop, [sequence])
         state = store.state_of(checkpoint)
         assert isinstance(state, int)
         resumed = store.activate(source=checkpoint, prompt_tokens=0, output_tokens=55)
+        fresh = store.activate(prompt_tokens=5, output_tokens=1)
+        full = store.activate(source=checkpoint, prompt_tokens=0, output_tokens=0)
+        for target, token, match in ((fresh, 3, "committed tokens"), (full, 3, "committed tokens"),
+                                     (resumed, -1, "token ids")):
+            with pytest.raises(pk.MisuseError, match=match):
+                loop.resume(target, token)
         loop.resume(resumed, state)
 
-        assert decoded(loop, [resumed], 60)[resumed] == expected
+        assert decode_all(loop, [resumed]) == expected
         assert loop.finish_reason(resumed) == "length"
-
-
-def test_going_on_needs_something_to_go_on_from() -> None:
-    """C9.2: a token id, something committed, and room for it."""
-    with opened() as store:
-        loop = DecodeLoop(store, ToyModel(store))
-        fresh = store.activate(prompt_tokens=5, output_tokens=1)
-        with pytest.raises(pk.MisuseError, match="committed tokens"):
-            loop.resume(fresh, 3)
-        saved = retained(store, 70)
-        full = store.activate(source=saved, prompt_tokens=0, output_tokens=0)
-        with pytest.raises(pk.MisuseError, match="committed tokens"):
-            loop.resume(full, 3)
-        with pytest.raises(pk.MisuseError, match="token ids"):
-            loop.resume(full, -1)
 
 
 # ---- failures between claim and commit --------------------------------------------------------------------
@@ -224,14 +172,18 @@ class Injected(Exception):
     """What a device call raises in these tests."""
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int) -> None:
+CRASH = pk.DeviceFault("a kernel", expected="no fault", got="one", remedy="none", clause="C12.4")
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int,
+            error: Exception) -> None:
     """Let the `number`-th call of a method raise, after it was counted."""
     original: Callable[..., Any] = getattr(owner, name)
     calls = iter(range(1, 1000))
 
     def call(*arguments: Any, **named: Any) -> Any:
         if next(calls) == number:
-            raise Injected
+            raise error
         return original(*arguments, **named)
 
     monkeypatch.setattr(owner, name, call)
@@ -241,23 +193,29 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: i
 @pytest.mark.parametrize(("owner", "name", "number"), [
     ("ops", "copy_columns", 1), ("ops", "copy_columns", 2), ("device", "copy", 1), ("device", "copy", 2),
 ])
+@pytest.mark.parametrize("error", [Injected(), CRASH], ids=["error", "device fault"])
 def test_a_failure_on_the_device_leaves_no_trace_of_the_activation(
-    monkeypatch: pytest.MonkeyPatch, keep_source: bool, owner: str, name: str, number: int
+    monkeypatch: pytest.MonkeyPatch, keep_source: bool, owner: str, name: str, number: int, error: Exception
 ) -> None:
-    """C10.2: at the first and the second pool's copy, and at the publication of each row; then it succeeds."""
+    """C10.2, C12.4: at each pool's copy, and at each row's publication; a device fault latches besides."""
     with opened(backend=DRAFT, sanitizer=False) as store:
-        saved = retained(store, in_two_pools(store))
+        saved = retained(store, of_two_pools(store))
         other = store.activate(source=saved, prompt_tokens=1, output_tokens=1)
         bytes_before = [rows_of(store, saved, pool) for pool in ("main", "draft")]
         before, ids_before = observables(store._ledger), (store.page_ids(saved), store.page_ids(other))
         go_on = partial(store.activate, source=saved, frontier={"main": 100, "draft": 70}, keep_source=keep_source,
                         prompt_tokens=9, output_tokens=9)
         with monkeypatch.context() as patch:
-            fail_at(patch, getattr(store, owner), name, number)
-            with pytest.raises(Injected):
+            fail_at(patch, getattr(store, owner), name, number, error)
+            with pytest.raises(type(error)):
                 go_on()
 
         assert differences(before, observables(store._ledger)) == []
+        if error is CRASH:
+            assert store.evidence is error
+            with pytest.raises(pk.StoreLatched):
+                store.release(saved)
+            store._access.fault, store._ledger.unsettled = None, ""
         assert ids_before == (store.page_ids(saved), store.page_ids(other))
         store.check()
         assert bytes_before == [rows_of(store, saved, pool) for pool in ("main", "draft")]
@@ -268,10 +226,10 @@ def test_a_failure_on_the_device_leaves_no_trace_of_the_activation(
 def test_a_failed_copy_leaves_no_trace_of_the_snapshot(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """C10.6: the first pool's tail, or the second's."""
     with opened(backend=DRAFT, sanitizer=False) as store:
-        sequence = in_two_pools(store)
+        sequence = of_two_pools(store)
         before = observables(store._ledger)
         with monkeypatch.context() as patch:
-            fail_at(patch, store.ops, "copy_columns", number)
+            fail_at(patch, store.ops, "copy_columns", number, Injected())
             with pytest.raises(Injected):
                 store.snapshot(sequence)
 
@@ -280,51 +238,35 @@ def test_a_failed_copy_leaves_no_trace_of_the_snapshot(monkeypatch: pytest.Monke
         assert 150 == store.committed_tokens(store.snapshot(sequence))
 
 
-def test_a_device_fault_in_a_copy_latches_the_store_and_gives_the_claims_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C10.2, C12.4: the ledgers are as before, and nothing but the evidence answers."""
+def test_nothing_is_copied_or_published_into_a_capture() -> None:
+    """C10.5, C10.6, C11.2: a copy must happen now; recorded, it would happen at every replay instead."""
     with opened(sanitizer=False) as store:
-        saved = retained(store, 150)
-        before = observables(store._ledger)
-
-        def crash(*_: object, **__: object) -> None:
-            raise pk.DeviceFault("a kernel", expected="no fault", got="one", remedy="none", clause="C12.4")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store.ops, "copy_columns", crash)
-            with pytest.raises(pk.DeviceFault) as caught:
-                store.activate(source=saved, prompt_tokens=1, output_tokens=1)
-
-        assert differences(before, observables(store._ledger)) == []
-        assert store.evidence is caught.value
-        with pytest.raises(pk.StoreLatched):
-            store.release(saved)
-        store._access.fault, store._ledger.unsettled = None, ""
-
-
-def test_nothing_is_copied_into_a_capture() -> None:
-    """C10.5, C10.6, C11.2: a tail's copy must happen now; recorded, it would happen at every replay instead."""
-    with opened(sanitizer=False) as store:
-        saved = retained(store, 150)
-        sequence = store.activate(source=saved, frontier=100, prompt_tokens=9, output_tokens=9)
-        before = snapshot(store._ledger)
+        saved = kept_tokens(store, 150)
+        sequence = store.activate(source=saved, frontier=100, prompt_tokens=100, output_tokens=9)
+        batch, before = store.batch([sequence]), snapshot(store._ledger)
         store.device.begin_capture(store.stream)
-        with pytest.raises(pk.CaptureRefused):
-            store.snapshot(sequence)
-        with pytest.raises(pk.CaptureRefused):
-            store.activate(source=saved, prompt_tokens=9, output_tokens=9)
+        for call in (partial(store.snapshot, sequence), partial(store.begin_unit, batch, 64),
+                     partial(store.activate, source=saved, prompt_tokens=9, output_tokens=9),
+                     partial(store.ensure_mapped_to_tokens, sequence, 164)):
+            with pytest.raises(pk.CaptureRefused):
+                call()
         store.device.end_capture(store.stream)
 
         assert_unchanged(before, store._ledger)
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["begin_unit", "trim"])
 def test_a_publication_that_breaks_off_latches_the_store(
-    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
 ) -> None:
-    """C11.2, C12.4: a unit's pages are members by then; nothing is launched over a table that does not show them."""
-    with opened(sanitizer=False) as store:
+    """C11.1, C11.2, C12.4: the pages came or left by then; nothing is launched over a table that differs from them."""
+    with opened(sanitizer=name == "trim") as store:
         sequence = store.activate(prompt_tokens=100, output_tokens=20)
         batch = store.batch([sequence])
+        call = partial[Any](store.begin_unit, batch, 70) if name == "begin_unit" else partial[Any](store.trim, batch)
+        if name == "trim":
+            store.ensure_mapped_to_tokens(sequence, 70)
 
         def fail(*_: object) -> None:
             raise error
@@ -332,35 +274,21 @@ def test_a_publication_that_breaks_off_latches_the_store(
         with monkeypatch.context() as patch:
             patch.setattr(store.device, "copy", fail)
             with pytest.raises(error):
-                store.begin_unit(batch, 70)
+                call()
 
         assert isinstance(store.evidence, pk.BrokenOff)
-        assert store.evidence.operation == "begin_unit"
-        with pytest.raises(pk.StoreLatched, match="after begin_unit"):
+        assert store.evidence.operation == name
+        with pytest.raises(pk.StoreLatched, match=f"after {name}"):
             store.begin_unit(batch, 1)
         store._ledger.unsettled = ""
         store.check = lambda: None  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("retain", [1, "no", np.True_, None])
-def test_whether_to_retain_is_a_bool(retain: Any) -> None:
-    """C9.8: what only looks like one is refused: it would decide about pages."""
-    with opened(sanitizer=False) as store:
-        sequence = store.activate(prompt_tokens=70, output_tokens=0)
-        advance(store, sequence, 70)
-        before = snapshot(store._ledger)
-        with pytest.raises(pk.MisuseError, match="retain"):
-            store.finish(sequence, retain=retain)
-
-        assert_unchanged(before, store._ledger)
 
 
 def test_a_pinned_page_that_is_bound_only_stops_the_end_in_every_pool() -> None:
     """C7.4, C9.8: the second pool's bound page is asked for before the first pool is closed, whoever ends the row."""
     with opened(backend=pk.MTPBackend(3), sanitizer=False) as store:
         sequence = store.activate(prompt_tokens=200, output_tokens=50)
-        advance(store, sequence, 10)
-        advance(store, sequence, 10, "mtp")
+        run_unit(store, sequence, {"main": 10, "mtp": 10})
         spaces = store._ledger.active["mtp"]
         bound = spaces.members[sequence.row, 2:3].copy()
         unit = store.begin_unit(store.batch([sequence]), 1)
@@ -384,7 +312,7 @@ def test_a_pinned_page_that_is_bound_only_stops_the_end_in_every_pool() -> None:
 def test_a_full_pool_refuses_fork_and_snapshot_with_the_numbers() -> None:
     """C10.6, C10.9: five pages of Main; a continuation holds 3, a sequence of one page leaves 1."""
     with opened(tokens=8 * 64, sanitizer=False) as store:
-        saved = retained(store, 150)
+        saved = kept_tokens(store, 150)
         held = store.activate(prompt_tokens=200, output_tokens=64)
         target = pk.ActivationTarget(20, 40, saved)
 
@@ -393,7 +321,7 @@ def test_a_full_pool_refuses_fork_and_snapshot_with_the_numbers() -> None:
         assert not store.can_honour(target)
         with pytest.raises(pk.ActivationRefused):
             store.activate(source=saved, prompt_tokens=20, output_tokens=40)
-        advance(store, held, 70)
+        write(store, held, 70)
         assert store.try_snapshot(held) == pk.Refusal("main", 1, 0, forever=False)
         with pytest.raises(pk.SnapshotRefused, match="a free page in main"):
             store.snapshot(held)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
 from pagedkv.graphs.key import key_for
-from tests.toy_model import ToyModel, decode_all, opened_store, prefilled
+from tests.toy_model import ToyModel, decode_all, opened_store, prefilled, retained
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=16)
 DRAFT = pk.DraftFullBackend(pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=64))
@@ -126,36 +127,27 @@ def test_s86_trim_and_truncate_move_counters_and_bytes(backend: pk.MTPBackend | 
                 each.compare()
 
 
-def test_s86_rejected_bytes_stay_and_the_next_write_covers_them() -> None:
-    """C13.2: positions 60..65 are drafted and 60 accepted; the rejected rows lie in the page until 61.. are written."""
-    with opened(pk.MTPBackend(5)) as store:
-        row = Tagged(store, 100, 50)
-        row.unit({"main": 60, "mtp": 60}, {"main": 60, "mtp": 60})
-        row.unit({"main": 6, "mtp": 5}, {"main": 1, "mtp": 1})
-        assert (row.trim("main"), row.trim("mtp")) == (1, 1)
-        row.compare()
-        stale = read_tags(store, "main", row.sequence.row, 64)[61:]
-        assert stale.tolist() == [[position, 2] for position in (61, 62, 63)]
-
-        row.unit({"main": 6, "mtp": 6}, {"main": 4, "mtp": 0})
-        row.compare()
-        assert row.expected["main"][60:] == [(60, 2), (61, 3), (62, 3), (63, 3), (64, 3)]
-
-
 def test_s85_a_hand_over_rewrites_what_the_draft_left_behind() -> None:
-    """S85: the draft leads by 4 unverified rows; after truncate and a fork the new owner's rows take their place."""
+    """S85, C13.3: the draft leads by 4 unverified rows; after truncate and a fork the new owner's rows replace them.
+
+    A verify's rejected rows lie in the page until they are written again (C13.2).  Its accepted rows are in what the
+    last round retains, and its rejected page is available at once.
+    """
     with opened(pk.MTPBackend(5)) as store:
+        whole = {pool: numbers["available_pages"] for pool, numbers in store.memory_summary().items()}
         row = Tagged(store, 100, 50)
         row.unit({"main": 70, "mtp": 70}, {"main": 70, "mtp": 70})
         row.unit({"mtp": 4}, {"mtp": 4})
-        with pytest.raises(pk.MisuseError, match="truncate it first"):
-            store.finish(row.sequence, retain=True, state=1)
-        with pytest.raises(pk.MisuseError, match="truncate it first"):
-            store.snapshot(row.sequence)
+        for leave in (partial(store.finish, retain=True, state=1), store.snapshot):
+            with pytest.raises(pk.MisuseError, match="truncate it first"):
+                leave(row.sequence)
         row.truncate("mtp", 70)
-        saved = store.finish(row.sequence, retain=True, state="complete")
-        assert saved is not None
-        assert store.committed_tokens(saved, "mtp") <= store.committed_tokens(saved)
+        row.unit({"main": 59, "mtp": 58}, {"main": 58, "mtp": 57})
+        assert read_tags(store, "main", row.sequence.row, 129)[128].tolist() == [128, 3], "rejected, and still there"
+        saved = retained(store, row.sequence)
+        left = {pool: whole[pool] - numbers["available_pages"] for pool, numbers in store.memory_summary().items()}
+        assert left == {"main": 2, "mtp": 2}
+        assert (store.committed_tokens(saved), store.committed_tokens(saved, "mtp")) == (128, 127)
 
         row.sequence = store.activate(source=saved, prompt_tokens=20, output_tokens=10)
         row.compare()
@@ -163,79 +155,8 @@ def test_s85_a_hand_over_rewrites_what_the_draft_left_behind() -> None:
         row.compare()
         store.finish(row.sequence)
         row.sequence = store.activate(source=saved, prompt_tokens=20, output_tokens=10, keep_source=False)
-        for tags in row.expected.values():
-            del tags[70:]
-        row.compare()
-
-
-@pytest.mark.parametrize(("backend", "pages"), [
-    (pk.MTPBackend(1), 4), (pk.MTPBackend(4), 6), (pk.MTPBackend(5), 6), (DRAFT, 4),
-], ids=["mtp-1", "mtp-4", "mtp-5", "draft"])
-def test_s79_a_context_is_filled_to_its_last_position(backend: pk.MTPBackend | pk.DraftFullBackend, pages: int) -> None:
-    """S79, C11.2: S = 128, columns from 124 on: the one at 128 is inert; no table and no other byte changes."""
-    with opened(backend, max_context=128) as store:
-        main, other = store.views
-        row, neighbour = Tagged(store, 100, 28), Tagged(store, 64, 64)
-        neighbour.unit({main: 100, other: 100}, {main: 100, other: 100})
-        row.unit({main: 124, other: 124}, {main: 124, other: 124})
-        batch = store.batch([row.sequence])
-        for pool in store.views:
-            with pytest.raises(pk.MisuseError, match="position 128"):
-                store.begin_unit(batch, {pool: 5})
-        unit = store.begin_unit(batch, {main: 4, other: 4})
-        before = {(pool, role): plane.copy() for pool, role, plane in planes_of(store)}
-        tables = {pool: store.block_tables[pool].copy() for pool in store.views}
-        for pool in store.views:
-            append_tags(store, pool, row.sequence.row, 124, 6, 4, 9)
-        store.wait(unit)
-        store.commit(unit)
-
         for pool, tags in row.expected.items():
-            tags += [(position, 9) for position in range(124, 128)]
-            assert store.block_tables[pool].shape == (2, 2)
-            assert np.array_equal(store.block_tables[pool], tables[pool])
-        for pool, role, plane in planes_of(store):
-            changed = np.argwhere(plane != before[pool, role])
-            page_id = store.page_ids(row.sequence, pool)[1]
-            assert {(int(page), int(offset)) for page, _, offset, _ in changed} == {
-                (page_id, offset) for offset in range(60, 64)
-            }
-        row.compare()
-        neighbour.compare()
-        assert store.memory_summary()[other]["capacity_pages"] == pages
-
-
-def planes_of(store: pk.Store) -> list[tuple[str, str, npt.NDArray[np.uint16]]]:
-    """Return pool, role and each plane of the first layer, pages first."""
-    return [(pool, geometry.role, plane if geometry.order == "page-major" else plane.swapaxes(0, 1))
-            for pool, views in store.views.items() for plane, geometry in views[0].planes]
-
-
-def test_a_terminal_round_hands_its_bytes_to_the_continuation() -> None:
-    """C13.3: accepted rows of the last verify are in what is retained, rejected pages are available at once."""
-    with opened(pk.MTPBackend(5)) as store:
-        whole = {pool: numbers["available_pages"] for pool, numbers in store.memory_summary().items()}
-        row = Tagged(store, 100, 100)
-        row.unit({"main": 126, "mtp": 126}, {"main": 126, "mtp": 126})
-        unit = store.begin_unit(store.batch([row.sequence]), {"main": 6, "mtp": 5})
-        for keeps in (False, True):
-            with pytest.raises(pk.UnitInFlight):
-                store.finish(row.sequence, retain=keeps, state=1 if keeps else None)
-        with pytest.raises(pk.UnitInFlight):
-            row.trim("mtp")
-        for pool, count in (("main", 6), ("mtp", 5)):
-            append_tags(store, pool, row.sequence.row, 126, count, count, 2)
-        store.wait(unit)
-        store.commit(unit, {"main": 2, "mtp": 1})
-        saved = store.finish(row.sequence, retain=True, state="complete")
-        assert saved is not None
-
-        assert {pool: whole[pool] - numbers["available_pages"] for pool, numbers in store.memory_summary().items()} == {
-            "main": 2, "mtp": 2,
-        }  # fmt: skip
-        row.sequence = store.activate(source=saved, prompt_tokens=0, output_tokens=10, keep_source=False)
-        row.expected["main"] += [(126, 2), (127, 2)]
-        row.expected["mtp"] += [(126, 2)]
+            del tags[128 if pool == "main" else 127 :]
         row.compare()
 
 
@@ -282,9 +203,7 @@ def test_94_a_stop_at_a_page_boundary_continues_like_a_fresh_run(drafts: Callabl
         assert verified == reference[1 : 1 + len(verified)]
         store.truncate(first, 64)
         assert len(store.page_ids(first)) == 1
-        saved = store.finish(first, retain=True, state=reference[1])
-        assert saved is not None
-
+        saved = retained(store, first, reference[1])
         second = store.activate(source=saved, prompt_tokens=0, output_tokens=39)
         assert store.page_ids(second) == store.page_ids(saved)
         loop.resume(second, reference[1])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 
 import numpy as np
 import pytest
 
 import pagedkv as pk
+from tests.toy_model import run_unit
 
 CONFIG = pk.StoreConfig(pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64), profile="int8-g64",
                         max_context=256, max_concurrency=2, kv_capacity=pk.ExplicitCapacity(512),
@@ -40,18 +40,6 @@ def test_a_unit_is_committed_only_after_it_completed() -> None:
         store.check()
 
 
-def test_a_failed_unit_leaves_frontiers_and_thaws() -> None:
-    """C9.5: what it wrote stays invisible."""
-    with pk.open_store(CONFIG, device="cpu") as store:
-        sequence = store.activate(prompt_tokens=10, output_tokens=5)
-        unit = store.begin_unit(store.batch([sequence]), {"main": 10, "mtp": 12})
-        store.fail(unit)
-
-        assert store.committed_tokens(sequence) == store.committed_tokens(sequence, "mtp") == 0
-        store.finish(sequence)
-        store.check()
-
-
 @pytest.mark.parametrize(("output", "columns"), [(5, {"main": 64, "mtp": 64}), (52, {"main": 64, "mtp": 64}),
                                                  (53, {"main": 64, "mtp": 128}), (246, {"main": 256, "mtp": 256})])
 def test_budget_and_lead_are_reserved_in_whole_pages(output: int, columns: dict[str, int]) -> None:
@@ -63,17 +51,15 @@ def test_budget_and_lead_are_reserved_in_whole_pages(output: int, columns: dict[
         with pytest.raises(pk.EntitlementExceeded if output < 246 else pk.MisuseError):
             store.begin_unit(batch, columns["main"] + 1)
 
-        unit = store.begin_unit(batch, columns)
-        store.wait(unit)
-        store.commit(unit)
+        run_unit(store, sequence, columns)
         assert columns["main"] == store.committed_tokens(sequence) >= store.budget_tokens(sequence)
         store.check()
 
 
 def test_an_abort_in_flight_takes_effect_at_the_boundary() -> None:
-    """C12.4: finish is refused, abort is accepted and ends the sequence with its unit."""
+    """C12.4, C9.5: abort ends the sequence with its unit; a failed unit leaves its frontiers, and the row thaws."""
     with pk.open_store(CONFIG, device="cpu") as store:
-        sequence = store.activate(prompt_tokens=10, output_tokens=5)
+        sequence, other = (store.activate(prompt_tokens=10, output_tokens=5) for _ in range(2))
         unit = store.begin_unit(store.batch([sequence]), 10)
 
         assert store.abort(sequence) is False
@@ -81,6 +67,9 @@ def test_an_abort_in_flight_takes_effect_at_the_boundary() -> None:
         store.commit(unit)
         with pytest.raises(pk.StaleHandle):
             store.committed_tokens(sequence)
+        store.fail(store.begin_unit(store.batch([other]), {"main": 10, "mtp": 12}))
+        assert store.committed_tokens(other) == store.committed_tokens(other, "mtp") == 0
+        store.finish(other)
         assert store.memory_summary()["main"]["available_pages"] == 8
         store.check()
 
@@ -104,26 +93,6 @@ def test_a_device_error_latches_the_store() -> None:
         with pytest.raises(pk.StoreLatched):
             store.try_activate(prompt_tokens=1, output_tokens=1)
         assert store.memory_summary()["main"]["reserved_pages"] == 1
-
-
-def test_a_withdrawal_that_breaks_off_latches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C11.1, C12.4: the pages are trimmed by then, and the table of a sanitized store still names one."""
-    with pk.open_store(dataclasses.replace(CONFIG, sanitizer=True), device="cpu") as store:
-        sequence = store.activate(prompt_tokens=100, output_tokens=20)
-        batch = store.batch([sequence])
-        store.ensure_mapped_to_tokens(sequence, 70)
-
-        def fail(*_: object) -> None:
-            raise MemoryError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store.device, "copy", fail)
-            with pytest.raises(MemoryError):
-                store.trim(batch)
-
-        assert store.evidence is not None
-        with pytest.raises(pk.StoreLatched, match="after trim"):
-            store.begin_unit(batch, 1)
 
 
 def test_lost_handles_are_found_again() -> None:
@@ -182,12 +151,8 @@ def test_pools_commit_and_trim_apart() -> None:
     with pk.open_store(CONFIG, device="cpu") as store:
         sequence = store.activate(prompt_tokens=62, output_tokens=10)
         batch = store.batch([sequence])
-        first = store.begin_unit(batch, {"main": 62, "mtp": 62})
-        store.wait(first)
-        store.commit(first)
-        second = store.begin_unit(batch, {"main": 1, "mtp": 4})
-        store.wait(second)
-        store.commit(second, {"main": 1, "mtp": 2})
+        run_unit(store, sequence, {"main": 62, "mtp": 62})
+        run_unit(store, sequence, {"main": 1, "mtp": 4}, {"main": 1, "mtp": 2})
 
         assert (store.committed_tokens(sequence), store.committed_tokens(sequence, "mtp")) == (63, 64)
         assert (len(store.page_ids(sequence)), len(store.page_ids(sequence, "mtp"))) == (1, 2)
@@ -195,12 +160,6 @@ def test_pools_commit_and_trim_apart() -> None:
         store.truncate(sequence, 10, "mtp")
         assert (store.committed_tokens(sequence), store.committed_tokens(sequence, "mtp")) == (63, 10)
         store.check()
-
-
-def test_a_store_needs_a_configuration() -> None:
-    """The first refusal a user meets."""
-    with pytest.raises(pk.ConfigError, match="StoreConfig"):
-        pk.open_store({"profile": "bf16"}, device="cpu")  # type: ignore[arg-type]
 
 
 def test_a_device_that_was_named_closes_with_its_store() -> None:

@@ -108,6 +108,21 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return ids
 
 
+def run_unit(store: pk.Store, sequence: pk.Sequence, columns: int | dict[str, int],
+             accepted: int | dict[str, int] | None = None) -> None:
+    """Begin, complete and commit a unit of one sequence; nothing is launched."""
+    unit = store.begin_unit(store.batch([sequence]), columns)
+    store.wait(unit)
+    store.commit(unit, accepted)
+
+
+def retained(store: pk.Store, sequence: pk.Sequence, state: object = "complete") -> pk.Continuation:
+    """Finish a sequence and return its continuation."""
+    saved = store.finish(sequence, retain=True, state=state)
+    assert saved is not None
+    return saved
+
+
 def prefilled(loop: DecodeLoop, ids: list[int], output_tokens: int) -> pk.Sequence:
     """Activate a sequence for a prompt and its output, and prefill it."""
     sequence = loop.store.activate(prompt_tokens=len(ids), output_tokens=output_tokens)

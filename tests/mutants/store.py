@@ -34,7 +34,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "self.latch(error)", GONE, "test_store.py"),
     Mutant("C12.4", "a withdrawal that breaks off does not latch the store", "store/store.py:_settle",
            "if self.sanitizer is not None:", 'self._ledger.unsettled = ""\n        if self.sanitizer is not None:',
-           ("test_store.py", FUZZ)),
+           ("test_sharing.py::test_a_publication_that_breaks_off_latches_the_store", FUZZ)),
     Mutant("C12.4", "a journal leaves refusals out", "record/journal.py",
            "self._write(refusal_words(error))", "del error", "host/test_journal.py"),
     Mutant("C12.4", "a replay compares answers alone", "record/replay.py",
