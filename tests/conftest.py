@@ -158,6 +158,14 @@ def device(request: pytest.FixtureRequest, device_mode: int | None) -> Iterator[
     opened.close()
 
 
+@pytest.fixture(scope="module")
+def opened_device() -> Iterator[pk.Device]:
+    """One cpu device for all stores of a file."""
+    opened = pk.open_device("cpu")
+    yield opened
+    opened.close()
+
+
 @pytest.fixture
 def machine() -> Iterator[FakeCupy]:
     """The machine below `fake_device`."""

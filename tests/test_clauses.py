@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 
 import pytest
 
 import pagedkv as pk
 from pagedkv.clauses import clause, clauses, parse_clauses
-from tests.checkout import KERNEL_SUFFIXES, ROOT, name_of, source_files, top_files
+from tests.checkout import KERNEL_SUFFIXES, name_of, source_files, top_files
 
 # Clauses of each section: a number that is cited today must not move tomorrow.
 CLAUSES_OF = {
@@ -31,20 +30,12 @@ def test_sections_and_clauses_are_numbered_without_gaps() -> None:
     assert expected == list(clauses())
 
 
-def test_every_clause_has_text_of_its_own() -> None:
-    """No clause is an empty heading."""
-    short = [name for name, found in clauses().items() if len(found.text) < len(name) + 20]
-
-    assert short == []
-
-
 def test_a_section_contains_its_clauses() -> None:
-    """`help C12` shows what `help C12.2` shows."""
+    """`help C12` shows what `help C12.2` shows, and no clause is an empty heading."""
     known = clauses()
-
     for name, found in known.items():
-        if not found.is_section:
-            assert found.text in known[name.partition(".")[0]].text, name
+        assert len(found.text) >= len(name) + 20, name
+        assert found.is_section or found.text in known[name.partition(".")[0]].text, name
 
 
 @pytest.mark.parametrize(("names", "start"), [
@@ -55,15 +46,12 @@ def test_a_clause_is_found_however_it_is_written(names: tuple[str, ...], start: 
     assert [name for name in names if not clause(name).startswith(start)] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("C12.9", "C12.2"), ("C17", "C1"), ("codecs 9", "codecs 8"), ("C9.33", "C9.3")]
-)
+@pytest.mark.parametrize(("name", "near"), [("C12.9", "C12.2"), ("C17", "C1"), ("codecs 9", "codecs 8"),
+                                            ("C9.33", "C9.3")])
 def test_an_unknown_clause_is_refused_with_its_neighbours(name: str, near: str) -> None:
     """The message names what was probably meant."""
-    with pytest.raises(pk.MisuseError) as refusal:
+    with pytest.raises(pk.MisuseError, match=re.escape(near)):
         clause(name)
-
-    assert near in str(refusal.value)
 
 
 def test_a_text_with_a_clause_in_the_wrong_section_is_refused() -> None:
@@ -109,13 +97,3 @@ def test_every_cited_clause_exists() -> None:
             unknown += [f"{name_of(path)}:{number}: {name}" for name in cited if name not in known]
 
     assert unknown == []
-
-
-def test_the_texts_are_package_data() -> None:
-    """An installed library can print its clauses."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["package-data"]["pagedkv"]
-
-    assert "*.md" in patterns
-    assert (ROOT / "pagedkv" / "contract.md").is_file()
-    assert (ROOT / "pagedkv" / "codecs.md").is_file()

@@ -36,12 +36,17 @@ def test_every_package_is_found_where_it_is_mapped(project: dict[str, Any]) -> N
         assert (ROOT / package.replace(".", "/")).resolve() == ROOT / folder
 
 
-def test_every_kernel_source_is_package_data(project: dict[str, Any]) -> None:
-    """The cpu device compiles from the installed files."""
-    patterns = project["tool"]["setuptools"]["package-data"]["pagedkv.cuda_src"]
-    paths = source_files(*KERNEL_SUFFIXES, ".inc", folders=("cuda_src",))
-    files = [path.relative_to(ROOT / "cuda_src").as_posix() for path in paths]
+@pytest.mark.parametrize(("package", "folder", "suffixes"), [
+    ("pagedkv.cuda_src", "cuda_src", (*KERNEL_SUFFIXES, ".inc")), ("pagedkv", "pagedkv", (".md",)),
+])
+def test_kernel_sources_and_clauses_are_package_data(
+    project: dict[str, Any], package: str, folder: str, suffixes: tuple[str, ...]
+) -> None:
+    """The cpu device compiles from the installed files, and an installed library prints its clauses."""
+    patterns = project["tool"]["setuptools"]["package-data"][package]
+    files = [path.relative_to(ROOT / folder).as_posix() for path in source_files(*suffixes, folders=(folder,))]
 
+    assert len(files) > 1
     assert [] == [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 

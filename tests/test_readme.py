@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
 
@@ -79,19 +77,13 @@ def test_the_calls_of_your_own_loop_exist() -> None:
     assert [] == [name for owner, name in calls if not hasattr(pk.Store if owner == "store" else DecodeLoop, name)]
 
 
-def test_the_extras_of_the_readme_exist() -> None:
-    """Each extra of an install command stands in pyproject.toml."""
+def test_files_and_extras_that_the_readme_names_exist() -> None:
+    """The README and the checkout have the file, and pyproject.toml each extra of an install command."""
+    for name in ("tools/bootstrap.py", "tests/test_tour.py", "pagedkv/contract.md", "cuda_src/kernels/append.cu"):
+        assert name in TEXT
+        assert (README.parent / name).is_file()
     project = (README.parent / "pyproject.toml").read_text(encoding="utf-8")
     extras = re.findall(r"'\.\[(\w+)\]'", TEXT)
 
     assert extras
     assert [] == [extra for extra in extras if f"\n{extra} = [" not in project]
-
-
-@pytest.mark.parametrize(
-    "name", ["tools/bootstrap.py", "tests/test_tour.py", "pagedkv/contract.md", "cuda_src/kernels/append.cu"]
-)
-def test_files_that_the_readme_names_exist(name: str) -> None:
-    """The README and the checkout have the file."""
-    assert name in TEXT
-    assert (README.parent / name).is_file()

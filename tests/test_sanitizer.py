@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,16 +24,16 @@ from tests.toy_model import ToyModel
 GEOMETRY = pk.KVGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=64)
 Bits = npt.NDArray[np.uint16]
 
-@contextlib.contextmanager
-def opened(profile: str = "bf16", *, sanitizer: bool = True, backend: pk.DraftFullBackend | None = None) -> Iterator[
-    pk.Store
-]:
+
+def opened(
+    profile: str = "bf16", *, sanitizer: bool = True, backend: pk.DraftFullBackend | None = None
+) -> AbstractContextManager[pk.Store]:
     """Open a store of two rows and scattered pages; "draft" is a head-major BF16 pool."""
     config = pk.StoreConfig(GEOMETRY, profile=profile, max_context=256, max_concurrency=2, backend=backend,
                             kv_capacity=pk.ExplicitCapacity(512), sanitizer=sanitizer)
-    with pk.open_store(config, device="cpu") as store:
-        shuffle_placement(store, seed=3)
-        yield store
+    store = pk.open_store(config, device="cpu")
+    shuffle_placement(store, seed=3)
+    return store
 
 
 def put(store: pk.Store, values: npt.NDArray[Any]) -> Any:
@@ -85,39 +85,41 @@ DRAFT = pk.DraftFullBackend(pk.KVGeometry(layers=1, query_heads=4, kv_heads=2, h
 POOLS = [*((profile, "main", None) for profile in pk.PROFILES), ("int8-g64", "draft", DRAFT)]
 
 
-@pytest.mark.parametrize(("profile", "pool", "backend"), POOLS)
-@pytest.mark.parametrize("tokens", [13, 63, 64, 65, 128])
-def test_a_row_that_nobody_wrote_reaches_the_output_as_nan(
-    profile: str, pool: str, backend: pk.DraftFullBackend | None, tokens: int
-) -> None:
-    """C11.1, S61: one position too many is NaN in every head; the written ones alone are finite, 0 x NaN excluded."""
+@pytest.fixture(params=POOLS, ids=lambda param: f"{param[0]}-{param[1]}")
+def pooled(request: pytest.FixtureRequest, device_mode: int | None) -> Iterator[tuple[pk.Store, str]]:
+    """A store of every profile, and one of the draft pool, with the name of the pool that is looked at."""
+    profile, pool, backend = request.param
     with opened(profile, backend=backend) as store:
-        sequence = written(store, tokens, pool)
-        store.ensure_mapped_to_tokens(sequence, 192, pool)
+        yield store, pool
 
-        assert np.isfinite(attend(store, sequence.row, tokens - 1, pool)).all()
-        assert np.isnan(attend(store, sequence.row, tokens, pool)).all()
-        store.check()
+
+@pytest.mark.parametrize("tokens", [13, 63, 64, 65, 128])
+def test_a_row_that_nobody_wrote_reaches_the_output_as_nan(pooled: tuple[pk.Store, str], tokens: int) -> None:
+    """C11.1, S61: one position too many is NaN in every head; the written ones alone are finite, 0 x NaN excluded."""
+    store, pool = pooled
+    sequence = written(store, tokens, pool)
+    store.ensure_mapped_to_tokens(sequence, 192, pool)
+
+    assert np.isfinite(attend(store, sequence.row, tokens - 1, pool)).all()
+    assert np.isnan(attend(store, sequence.row, tokens, pool)).all()
+    store.check()
 
 
 @pytest.mark.deferred
-@pytest.mark.parametrize(("profile", "pool", "backend"), POOLS)
-def test_a_page_that_comes_back_has_forgotten_what_it_held(
-    profile: str, pool: str, backend: pk.DraftFullBackend | None
-) -> None:
+def test_a_page_that_comes_back_has_forgotten_what_it_held(pooled: tuple[pk.Store, str]) -> None:
     """C9.6, S7: a trimmed page and the pages of a finished sequence are NaN to whoever maps them next."""
-    with opened(profile, backend=backend) as store:
-        sequence = written(store, 100, pool)
-        store.truncate(sequence, 64, pool)
-        store.ensure_mapped_to_tokens(sequence, 128, pool)
-        assert np.isfinite(attend(store, sequence.row, 63, pool)).all()
-        assert np.isnan(attend(store, sequence.row, 64, pool)).all()
-        store.finish(sequence)
-        heirs = [store.activate(prompt_tokens=256, output_tokens=0) for _ in range(2)]
-        for heir in heirs:
-            store.ensure_mapped_to_tokens(heir, 256, pool)
-            assert np.isnan(attend(store, heir.row, 0, pool)).all()
-        store.check()
+    store, pool = pooled
+    sequence = written(store, 100, pool)
+    store.truncate(sequence, 64, pool)
+    store.ensure_mapped_to_tokens(sequence, 128, pool)
+    assert np.isfinite(attend(store, sequence.row, 63, pool)).all()
+    assert np.isnan(attend(store, sequence.row, 64, pool)).all()
+    store.finish(sequence)
+    heirs = [store.activate(prompt_tokens=256, output_tokens=0) for _ in range(2)]
+    for heir in heirs:
+        store.ensure_mapped_to_tokens(heir, 256, pool)
+        assert np.isnan(attend(store, heir.row, 0, pool)).all()
+    store.check()
 
 
 def left_by_finish(store: pk.Store, sequence: pk.Sequence) -> None:
@@ -197,21 +199,18 @@ def test_an_entry_of_a_member_that_changed_is_caught() -> None:
 
 
 @pytest.mark.deferred
-@pytest.mark.parametrize(("profile", "pool", "backend"), POOLS)
-def test_a_write_through_an_entry_beyond_membership_is_caught(
-    profile: str, pool: str, backend: pk.DraftFullBackend | None
-) -> None:
+def test_a_write_through_an_entry_beyond_membership_is_caught(pooled: tuple[pk.Store, str]) -> None:
     """C12.4: it lands in the guard page, hurts nobody, and stops the store at the next check."""
-    with opened(profile, backend=backend) as store:
-        sequence, other = written(store, 100, pool), written(store, 256, pool)
-        before = attend(store, other.row, 255, pool)
-        store.check()
-        write(store, sequence.row, 128, 1, pool)
+    store, pool = pooled
+    sequence, other = written(store, 100, pool), written(store, 256, pool)
+    before = attend(store, other.row, 255, pool)
+    store.check()
+    write(store, sequence.row, 128, 1, pool)
 
-        assert np.array_equal(before, attend(store, other.row, 255, pool))
-        with pytest.raises(pk.Corruption, match=f"guard page 8 of pool {pool}"):
-            store.check()
-        assert isinstance(store.evidence, pk.Corruption)
+    assert np.array_equal(before, attend(store, other.row, 255, pool))
+    with pytest.raises(pk.Corruption, match=f"guard page 8 of pool {pool}"):
+        store.check()
+    assert isinstance(store.evidence, pk.Corruption)
 
 
 def test_nothing_is_withdrawn_into_a_capture() -> None:
@@ -290,35 +289,32 @@ def flip(store: pk.Store, plane: Any, geometry: Any, page: int, head: int, colum
     store.stream.synchronize()
 
 
-@pytest.mark.parametrize(("profile", "pool", "backend"), POOLS)
-def test_a_fingerprint_sees_one_bit_in_every_plane(
-    profile: str, pool: str, backend: pk.DraftFullBackend | None
-) -> None:
+def test_a_fingerprint_sees_one_bit_in_every_plane(pooled: tuple[pk.Store, str]) -> None:
     """C7.4: in the last committed column of the last head; and not the column behind it, which is provisional."""
-    with opened(profile, backend=backend) as store:
-        assert store.sanitizer is not None
-        sequence = written(store, 100, pool)
-        pages, columns = np.array(store.page_ids(sequence, pool), np.int32), np.array([64, 36], np.int32)
-        look = store.sanitizer.fingerprints
-        seen = look.fingerprint(pool, pages, columns)
-        planes = planes_of(store, pool)
-        assert seen.shape == (2, len(planes))
-        assert np.array_equal(look.fingerprint(pool, pages[::-1], columns[::-1]), seen[::-1])
-        for index, (plane, geometry) in enumerate(planes):
-            flip(store, plane, geometry, int(pages[1]), 1, 36)
-            look.require_same("a look", pool, pages, seen, look.fingerprint(pool, pages, columns))
-            flip(store, plane, geometry, int(pages[1]), 1, 35)
-            found = look.fingerprint(pool, pages, columns)
-            assert np.argwhere(found != seen).tolist() == [[1, index]]
-            flip(store, plane, geometry, int(pages[1]), 1, 35)
-        assert store.evidence is None
-        flip(store, planes[-1][0], planes[-1][1], int(pages[0]), 0, 0)
-        role = planes[-1][1].role
-        with pytest.raises(pk.Corruption, match=f"page {pages[0]} of pool {pool}.*plane {role} of") as bad:
-            look.require_same("a look", pool, pages, seen, look.fingerprint(pool, pages, columns))
+    store, pool = pooled
+    assert store.sanitizer is not None
+    sequence = written(store, 100, pool)
+    pages, columns = np.array(store.page_ids(sequence, pool), np.int32), np.array([64, 36], np.int32)
+    look = store.sanitizer.fingerprints
+    seen = look.fingerprint(pool, pages, columns)
+    planes = planes_of(store, pool)
+    assert seen.shape == (2, len(planes))
+    assert np.array_equal(look.fingerprint(pool, pages[::-1], columns[::-1]), seen[::-1])
+    for index, (plane, geometry) in enumerate(planes):
+        flip(store, plane, geometry, int(pages[1]), 1, 36)
+        look.require_same("a look", pool, pages, seen, look.fingerprint(pool, pages, columns))
+        flip(store, plane, geometry, int(pages[1]), 1, 35)
+        found = look.fingerprint(pool, pages, columns)
+        assert np.argwhere(found != seen).tolist() == [[1, index]]
+        flip(store, plane, geometry, int(pages[1]), 1, 35)
+    assert store.evidence is None
+    flip(store, planes[-1][0], planes[-1][1], int(pages[0]), 0, 0)
+    role = planes[-1][1].role
+    with pytest.raises(pk.Corruption, match=f"page {pages[0]} of pool {pool}.*plane {role} of") as bad:
+        look.require_same("a look", pool, pages, seen, look.fingerprint(pool, pages, columns))
 
-        assert store.evidence is bad.value
-        assert (bad.value.page_id, bad.value.role) == (int(pages[0]), role)
+    assert store.evidence is bad.value
+    assert (bad.value.page_id, bad.value.role) == (int(pages[0]), role)
 
 
 def engine_of(store: pk.Store) -> TransferEngine:

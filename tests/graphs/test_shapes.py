@@ -29,16 +29,10 @@ def test_the_key_is_shape_and_nothing_else() -> None:
     assert key.scale == 0.125
 
 
-@pytest.mark.parametrize(("rows", "shape"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)])
-def test_a_batch_runs_in_the_next_power_of_two_or_the_whole_store(rows: int, shape: int) -> None:
-    """Few graphs serve every batch."""
-    assert batch_shape(rows, concurrency=6) == shape
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (16, 16), (17, 32), (100, 100), (64, 64), (65, 100)])
-def test_a_chunk_runs_in_the_next_power_of_two_or_the_whole_chunk(tokens: int, width: int) -> None:
-    """Few graphs serve every prompt."""
-    assert prefill_width(tokens, chunk=100) == width
+def test_few_graphs_serve_every_batch_and_every_prompt() -> None:
+    """The next power of two, or the whole store; a chunk of 16 columns at least, or the whole chunk."""
+    assert [batch_shape(rows, concurrency=6) for rows in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+    assert [prefill_width(tokens, chunk=100) for tokens in (1, 16, 17, 100, 64, 65)] == [16, 16, 32, 100, 64, 100]
 
 
 def test_control_buffers_lie_side_by_side_and_unselected_entries_are_inert() -> None:

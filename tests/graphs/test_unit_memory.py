@@ -86,21 +86,16 @@ def test_all_captured_graphs_take_the_planned_bytes() -> None:
     ("prefill", 1, 65, "prefill_columns_max")
 ])  # fmt: skip
 def test_a_unit_wider_than_planned_is_refused(route: pk.Route, batch: int, width: int, option: str) -> None:
-    """Nothing is allocated beyond the plan; the message names the option.  (C5.4)"""
+    """Nothing is allocated beyond the plan; the message names the option; so for a loop's chunk.  (C5.4)"""
     with pk.open_store(config_of(pk.ExplicitCapacity(1920)), device="cpu") as store:
         cache = GraphCache(store, Nothing())
         with pytest.raises(pk.ConfigError, match=option):
             cache.unit(key_for(store.config, unit=route, route=route, batch=batch, width=width))
-
-        store.check()
-
-
-def test_a_prefill_chunk_wider_than_planned_is_refused() -> None:
-    """At the loop's construction, not at the first long prompt.  (C5.4)"""
-    with pk.open_store(config_of(pk.ExplicitCapacity(1920)), device="cpu") as store:
         assert DecodeLoop(store, Nothing()).prefill_chunk == 64
         with pytest.raises(pk.ConfigError, match="16 to 64"):
             DecodeLoop(store, Nothing(), prefill_chunk=65)
+
+        store.check()
 
 
 @pytest.mark.parametrize(("capacity", "warnings"), [

@@ -8,12 +8,13 @@ error of another kind later.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 import pagedkv as pk
 from tests.hostile.interrupt import ERRORS, Interrupt
+from tests.toy_model import retained, run_unit
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 CONFIG = pk.StoreConfig(
@@ -36,8 +37,7 @@ class Stage:
 
     def __init__(self, device: pk.Device) -> None:
         self.store = store = pk.open_store(CONFIG, device)
-        first = self.written(130)
-        self.kept = self.retained(first)
+        self.kept = retained(store, self.written(130))
         store.protect(self.kept, 64)
         self.running = self.written(100, output_tokens=300)
         self.shared = store.snapshot(self.running, state="state")
@@ -54,16 +54,8 @@ class Stage:
     def written(self, tokens: int, output_tokens: int = 0, prompt_tokens: int = 0) -> pk.Sequence:
         """Activate a sequence and commit tokens in both pools; the prompt is all of them unless it is named."""
         sequence = self.store.activate(prompt_tokens=prompt_tokens or tokens, output_tokens=output_tokens)
-        unit = self.store.begin_unit(self.store.batch([sequence]), {"main": tokens, "mtp": tokens})
-        self.store.wait(unit)
-        self.store.commit(unit)
+        run_unit(self.store, sequence, {"main": tokens, "mtp": tokens})
         return sequence
-
-    def retained(self, sequence: pk.Sequence) -> pk.Continuation:
-        """Finish a sequence and keep it."""
-        kept = self.store.finish(sequence, retain=True, state="state")
-        assert kept is not None
-        return kept
 
     def end(self) -> None:
         """Finish whatever there is, by the store's own lists, and demand that every page is free."""
@@ -112,22 +104,14 @@ CALLS: dict[str, Callable[[Stage], object]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def device() -> Iterator[pk.Device]:
-    """One cpu device for all stores of this file."""
-    device = pk.open_device("cpu")
-    yield device
-    device.close()
-
-
 @pytest.mark.parametrize(("error", "every"), ERRORS)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_line_leaves_before_after_or_a_latched_store(
-    name: str, error: type[BaseException], every: int, device: pk.Device
+    name: str, error: type[BaseException], every: int, opened_device: pk.Device
 ) -> None:
     """C10.2, C12.4: one line of the call after the other, each on a stage of its own."""
     call = CALLS[name]
-    stage = Stage(device)
+    stage = Stage(opened_device)
     before = stage.store.inspect()
     with Interrupt(0, error) as count:
         call(stage)
@@ -137,7 +121,7 @@ def test_an_interrupt_at_any_line_leaves_before_after_or_a_latched_store(
 
     latched = 0
     for at in range(1, count.lines + 1, every):
-        stage = Stage(device)
+        stage = Stage(opened_device)
         with pytest.raises(error, match=f"at line {at}:") as raised, Interrupt(at, error):
             call(stage)
         if stage.store.evidence is None:

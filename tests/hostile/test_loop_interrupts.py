@@ -5,7 +5,7 @@ The store is latched then, or the caller repeats the call and gets every token t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -60,32 +60,24 @@ class Stage:
 CALLS: dict[str, Callable[[Stage], object]] = {"step": Stage.step, "prefill": Stage.prefill}
 
 
-@pytest.fixture(scope="module")
-def device() -> Iterator[pk.Device]:
-    """One cpu device for all stores of this file."""
-    device = pk.open_device("cpu")
-    yield device
-    device.close()
-
-
 @pytest.mark.parametrize(("error", "every"), ERRORS)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_loop_that_goes_on_gives_the_tokens_it_would_have_given(
-    name: str, error: type[BaseException], every: int, device: pk.Device
+    name: str, error: type[BaseException], every: int, opened_device: pk.Device
 ) -> None:
     """C9.5: one line of the call after the other, each on a stage of its own."""
     call = CALLS[name]
-    stage = Stage(device)
+    stage = Stage(opened_device)
     with stage.store, Interrupt(0, error) as count:
         call(stage)
-    stage = Stage(device)
+    stage = Stage(opened_device)
     with stage.store:
         call(stage)
         expected = stage.go_on()
 
     latched = 0
     for at in range(1, count.lines + 1, every):
-        stage = Stage(device)
+        stage = Stage(opened_device)
         with stage.store as store:
             with pytest.raises(error, match=f"at line {at}:") as raised, Interrupt(at, error):
                 call(stage)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import pagedkv as pk
@@ -33,10 +31,3 @@ def weights(smollm: tuple[LlamaWeights, Vocabulary]) -> LlamaWeights:
 @pytest.fixture(scope="session")
 def tokenizer(smollm: tuple[LlamaWeights, Vocabulary]) -> Tokenizer:
     return Tokenizer(smollm[1])
-
-
-@pytest.fixture(scope="module")
-def opened_device() -> Iterator[pk.Device]:
-    device = pk.open_device("cpu")
-    yield device
-    device.close()

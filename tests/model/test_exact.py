@@ -7,6 +7,8 @@ cache row of every layer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import pagedkv as pk
@@ -52,15 +54,9 @@ def test_a_row_alone_says_what_it_says_in_the_batch(
     assert generate(model, opened_device, [prompts[index]], NEW_TOKENS) == [together[index]]
 
 
-def test_scattered_pages_and_eager_units_change_no_bit(
-    model: LlamaModel, opened_device: pk.Device, prompts: list[list[int]], together: list[Said]
+@pytest.mark.parametrize("options", [{"placement_seed": 11, "use_graphs": False}, {"prefill_chunk": 1024}], ids=str)
+def test_scattered_pages_eager_units_and_one_whole_prefill_change_no_bit(
+    model: LlamaModel, opened_device: pk.Device, prompts: list[list[int]], together: list[Said], options: dict[str, Any]
 ) -> None:
-    """C3.6, C15.3: random page ids, and every unit enqueued anew instead of replayed."""
-    assert generate(model, opened_device, prompts, NEW_TOKENS, placement_seed=11, use_graphs=False) == together
-
-
-def test_whole_prefill_says_what_chunks_say(
-    model: LlamaModel, opened_device: pk.Device, prompts: list[list[int]], together: list[Said]
-) -> None:
-    """C14.6, S43: one prefill unit of 1,000 columns against chunks of 128."""
-    assert generate(model, opened_device, prompts, NEW_TOKENS, prefill_chunk=1024) == together
+    """C3.6, C14.6, C15.3, S43: random page ids, every unit enqueued anew; 1,000 columns against chunks of 128."""
+    assert generate(model, opened_device, prompts, NEW_TOKENS, **options) == together

@@ -16,7 +16,7 @@ from pagedkv.tools.llama.model import LlamaModel
 from pagedkv.tools.llama.tokenizer import Tokenizer
 from pagedkv.tools.llama.weights import LlamaWeights
 from tests.model.generation import Said, cache_digest, contract_ids
-from tests.toy_model import opened_store
+from tests.toy_model import opened_store, prefilled, retained
 
 pytestmark = pytest.mark.model
 
@@ -66,14 +66,9 @@ def test_forks_of_forks_say_what_unshared_runs_say(weights: LlamaWeights, text: 
     prompt, suffixes = text[:100], [text[200 + 9 * i : 205 + 9 * i] for i in range(4)]
     again = text[400:403]
     with a_loop(weights, profile) as (store, loop):
-        root = store.activate(prompt_tokens=len(prompt), output_tokens=0)
-        loop.prefill(root, prompt)
-        saved = store.finish(root, retain=True, state="attention only: the pages are all")
-        assert saved is not None
-        children = [
-            store.activate(source=saved, frontier=100, prompt_tokens=len(suffix), output_tokens=60)
-            for suffix in suffixes
-        ]
+        saved = retained(store, prefilled(loop, prompt, 0), "attention only: the pages are all")
+        children = [store.activate(source=saved, frontier=100, prompt_tokens=len(suffix), output_tokens=60)
+                    for suffix in suffixes]
         assert len({tuple(store.page_ids(child)[:1]) for child in children}) == 1
         assert len({store.page_ids(child)[1] for child in children}) == 4
         for child, suffix in zip(children, suffixes, strict=True):
@@ -96,8 +91,7 @@ def test_a_snapshot_resumed_later_says_what_its_run_said(weights: LlamaWeights, 
     """C10.6: taken at an unaligned frontier while the sequence runs on; both go the same way."""
     prompt = text[500:590]
     with a_loop(weights, profile) as (store, loop):
-        sequence = store.activate(prompt_tokens=len(prompt), output_tokens=60)
-        loop.prefill(sequence, prompt)
+        sequence = prefilled(loop, prompt, 60)
         first = decode(loop, [sequence], 15)[sequence]
         checkpoint = store.snapshot(sequence, state=loop.last_token(sequence))
         rest = decode(loop, [sequence], 30)[sequence]
@@ -120,14 +114,12 @@ def test_a_conversation_continued_by_move_says_what_an_uninterrupted_one_says(
     """C10.4: three turns; between them the sequence is retained, and moved back into activity."""
     turns = [(text[600:640], 9), (text[640:671], 10), (text[671:700], 11)]
     with a_loop(weights, profile) as (store, loop):
-        sequence = store.activate(prompt_tokens=len(turns[0][0]), output_tokens=20)
-        loop.prefill(sequence, turns[0][0])
+        sequence = prefilled(loop, turns[0][0], 20)
         tokens = decode(loop, [sequence], turns[0][1])[sequence]
         for ids, steps in turns[1:]:
             pages, last = store.page_ids(sequence), loop.last_token(sequence)
             loop.forget(sequence)
-            saved = store.finish(sequence, retain=True, state=last)
-            assert saved is not None
+            saved = retained(store, sequence, last)
             kept = store.page_ids(saved)
             assert pages[: len(kept)] == kept
             sequence = store.activate(source=saved, keep_source=False, prompt_tokens=len(ids) + 1, output_tokens=20)

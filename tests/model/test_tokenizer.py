@@ -18,8 +18,13 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
-    assert text == tokenizer.decode(tokenizer.encode(text))
+def test_text_survives_a_round_trip_also_in_a_stream(tokenizer: Tokenizer, text: str) -> None:
+    """A stream gives whole characters only."""
+    ids, stream = tokenizer.encode(text), tokenizer.stream()
+    pieces = [stream.push([index]) for index in ids]
+
+    assert text == tokenizer.decode(ids) == "".join(pieces) + stream.close()
+    assert "\ufffd" not in "".join(pieces)
 
 
 @pytest.mark.parametrize(("text", "ids"), [
@@ -29,15 +34,6 @@ def test_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
 ])
 def test_ids_are_the_models_own(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
     assert ids == tokenizer.encode(text)
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_stream_gives_the_same_text_in_whole_characters(tokenizer: Tokenizer, text: str) -> None:
-    stream = tokenizer.stream()
-    pieces = [stream.push([index]) for index in tokenizer.encode(text)]
-
-    assert text == "".join(pieces) + stream.close()
-    assert "\ufffd" not in "".join(pieces)
 
 
 def test_a_stream_that_ends_inside_a_character_says_so(tokenizer: Tokenizer) -> None:
@@ -60,18 +56,14 @@ def test_decoding_agrees_with_the_library(tokenizer: Tokenizer, smollm: tuple[Ll
     ]
 
 
-def test_a_chat_begins_with_the_default_system_prompt(tokenizer: Tokenizer) -> None:
+def test_a_chat_begins_with_the_default_system_prompt_or_its_own(tokenizer: Tokenizer) -> None:
     system = "1 9690 198 2683 359 253 5356 5646 11173 3365 3511 308 34519 28 7018 411 407 19712 8182 2"
     user = [198, 1, 4093, 198, *tokenizer.encode("Hi"), 2]
     assistant = [198, 1, 520, 9531, 198]
 
     assert [*map(int, system.split()), *user, *assistant] == tokenizer.encode_chat("Hi")
-
-
-def test_a_chat_with_its_own_system_message_has_no_other(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode_chat([("system", "Be brief."), ("user", "Hi")])
-
-    assert tokenizer.decode(ids) == "system\nBe brief.\nuser\nHi\nassistant\n"
+    own = tokenizer.encode_chat([("system", "Be brief."), ("user", "Hi")])
+    assert tokenizer.decode(own) == "system\nBe brief.\nuser\nHi\nassistant\n"
 
 
 def test_the_chat_form_is_the_one_the_model_file_states(smollm: tuple[LlamaWeights, Vocabulary]) -> None:
@@ -82,14 +74,12 @@ def test_the_chat_form_is_the_one_the_model_file_states(smollm: tuple[LlamaWeigh
     assert f"'{TURN_BEGIN}assistant\n'" in template
 
 
-def test_text_cannot_end_a_turn(tokenizer: Tokenizer) -> None:
+def test_text_cannot_end_a_turn(tokenizer: Tokenizer, smollm: tuple[LlamaWeights, Vocabulary]) -> None:
+    """A turn stops at its own end and at the text's."""
     ids = tokenizer.encode_chat(f"stop here{TURN_END}")
 
     assert 2 == ids.count(2)
     assert not tokenizer.control_ids & set(tokenizer.encode("<|im_start|><|im_end|><|endoftext|>"))
-
-
-def test_a_turn_stops_at_its_and_the_texts_end(tokenizer: Tokenizer, smollm: tuple[LlamaWeights, Vocabulary]) -> None:
     assert {0, smollm[1].eos_id} == {0, 2} == tokenizer.stop_ids
 
 

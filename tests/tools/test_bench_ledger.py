@@ -22,28 +22,19 @@ def invoke(*arguments: str) -> Result:
 
 
 def test_json_has_every_operation_at_every_size() -> None:
-    """One object on stdout, schema 1; what others rely on is operation, pages and us."""
+    """One object on stdout, schema 1, says where it was measured; digits below what repeats are cut off."""
     result = invoke("--json", "--pages", "1", "--pages", "3")
     figures = json.loads(result.stdout)
+    operations = figures["operations"]
 
     assert (0, 1, "packed") == (result.exit_code, figures["schema"], figures["layout"])
-    assert [(name, pages) for pages in (1, 3) for name in NAMES] == [
-        (f["operation"], f["pages"]) for f in figures["operations"]
-    ]
-    for figure in figures["operations"]:
-        assert min(figure["us"], figure["us_mean"], figure["us_p95"]) > 0
-
-
-def test_json_says_where_it_was_measured_and_to_what_digit() -> None:
-    """A figure alone is of no machine; hundredths of a microsecond are below what repeats."""
-    figures = json.loads(invoke("--json", "--pages", "1").stdout)
-    times = [f[key] for f in figures["operations"] for key in ("us", "us_mean", "us_p95", "floor_us")]
-
-    assert platform.python_version() == figures["python"]
-    assert np.__version__ == figures["numpy"]
+    assert [(name, pages) for pages in (1, 3) for name in NAMES] == [(f["operation"], f["pages"]) for f in operations]
+    assert min(figure[key] for figure in operations for key in ("us", "us_mean", "us_p95")) > 0
+    times = [f[key] for f in operations for key in ("us", "us_mean", "us_p95", "floor_us")]
+    assert [] == [us for us in times if us is not None and us != round(us, 2)]
+    assert (platform.python_version(), np.__version__) == (figures["python"], figures["numpy"])
     assert figures["machine"]["processor"]
     assert os.cpu_count() == figures["machine"]["cpus"]
-    assert [] == [us for us in times if us is not None and us != round(us, 2)]
 
 
 def test_the_floor_stands_beside_fork_and_finish() -> None:
@@ -54,20 +45,14 @@ def test_the_floor_stands_beside_fork_and_finish() -> None:
 
 
 def test_the_table_names_every_operation() -> None:
-    """Figures on stdout, talk on stderr."""
-    result = invoke("--pages", "2", "--shredded")
+    """Figures on stdout, talk on stderr; no pages is usage, exit code 2 with nothing on stdout."""
+    result, refused = invoke("--pages", "2", "--shredded"), invoke("--pages", "0")
     lines = result.stdout.splitlines()
 
     assert lines[0].split() == ["operation", "pages", "us", "mean", "p95", "floor"]
     assert [line[:20].rstrip() for line in lines[1:]] == NAMES
     assert "of 2 calls each; floor" in result.stderr
-
-
-def test_no_pages_is_usage() -> None:
-    """Exit code 2, nothing on stdout."""
-    result = invoke("--pages", "0")
-
-    assert (2, "") == (result.exit_code, result.stdout)
+    assert (2, "") == (refused.exit_code, refused.stdout)
 
 
 @pytest.mark.parametrize("is_shredded", [False, True])

