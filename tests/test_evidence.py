@@ -68,16 +68,6 @@ def test_counters_count_without_an_observer(store: pk.Store) -> None:
     }  # fmt: skip
 
 
-def test_a_closed_store_has_no_observers() -> None:
-    """C12.4: as every method; its counters still answer."""
-    with pk.open_store(CONFIG, device="cpu") as store:
-        pass
-
-    with pytest.raises(pk.MisuseError, match="an open store"):
-        store.observe(Picture())
-    assert store.event_counts()["main"]["release"] == {"pages": 0, "bytes": 0}
-
-
 # ---- the journal of a store ------------------------------------------------------------------------
 def use(store: pk.Store) -> None:
     """Activate, decode, snapshot, fork, and finish; one refusal."""

@@ -67,13 +67,9 @@ class Source:
     def imports(self) -> Iterator[Import]:
         """Yield every import, those inside functions and under TYPE_CHECKING too."""
         package = self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
-        guarded = {
-            id(inner)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
-            for statement in node.body
-            for inner in ast.walk(statement)
-        }
+        guarded = {id(inner) for node in ast.walk(self.tree) if isinstance(node, ast.If)
+                   and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+                   for statement in node.body for inner in ast.walk(statement)}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -174,12 +170,8 @@ def test_cuda_includes_have_no_cycle() -> None:
 
 def test_kernels_reach_the_cpu_device_through_one_header() -> None:
     """`kernels/runtime.cuh` joins the two folders, and `cpu_device/` knows no kernel."""
-    crossings = {
-        (file, name)
-        for file, names in CUDA_INCLUDES.items()
-        for name in names
-        if Path(file).parent != Path(name).parent
-    }
+    crossings = {(file, name) for file, names in CUDA_INCLUDES.items() for name in names
+                 if Path(file).parent != Path(name).parent}
 
     assert {file for file, _ in crossings} == {"kernels/runtime.cuh"}
     assert {Path(name).parent.name for _, name in crossings} == {"cpu_device"}

@@ -135,15 +135,23 @@ def test_another_thread_is_refused() -> None:
 
 
 def test_a_closed_store_refuses_and_closing_twice_is_harmless() -> None:
-    """The life of a store ends once."""
+    """The life of a store ends once, a device that it opened by name ends with it, and its counters still answer."""
     store = pk.open_store(CONFIG, device="cpu")
+    named = store.device
     store.close()
     store.close()
 
     for ask in (store.sequences, store.units, store.continuations, store.poll, store.inspect, store.check,
-                lambda: store.activate(prompt_tokens=1, output_tokens=1)):
+                lambda: store.activate(prompt_tokens=1, output_tokens=1), lambda: store.observe(print)):
         with pytest.raises(pk.MisuseError, match="a closed one"):
             ask()
+    assert store.event_counts()["main"]["release"] == {"pages": 0, "bytes": 0}
+    with pytest.raises(pk.MisuseError, match="closed device"):
+        named.stream()
+    passed = pk.open_device("cpu")
+    pk.open_store(CONFIG, device=passed).close()
+    passed.stream()
+    passed.close()
 
 
 def test_pools_commit_and_trim_apart() -> None:
@@ -160,17 +168,3 @@ def test_pools_commit_and_trim_apart() -> None:
         store.truncate(sequence, 10, "mtp")
         assert (store.committed_tokens(sequence), store.committed_tokens(sequence, "mtp")) == (63, 10)
         store.check()
-
-
-def test_a_device_that_was_named_closes_with_its_store() -> None:
-    """Its threads and stacks go at once, not when a garbage collection finds them; a device that was passed stays."""
-    store = pk.open_store(CONFIG, device="cpu")
-    named = store.device
-    store.close()
-    with pytest.raises(pk.MisuseError, match="closed device"):
-        named.stream()
-
-    passed = pk.open_device("cpu")
-    pk.open_store(CONFIG, device=passed).close()
-    passed.stream()
-    passed.close()

@@ -58,27 +58,18 @@ def test_chunked_and_whole_prefill_decode_the_same() -> None:
             assert generate(store, [ids], 4, prefill_chunk=chunk) == whole, chunk
 
 
-def test_the_model_is_called_twice_a_shape_and_never_by_a_replay() -> None:
-    """C15: warm-up and capture; replays call no model code."""
+@pytest.mark.deferred
+def test_every_decode_step_is_one_replay_and_two_calls_between_crossings() -> None:
+    """C9.4, C11.2, C15: the graph launch and the wait; the model is called by warm-up and capture of a shape alone."""
     with opened(concurrency=1) as store:
         model = ToyModel(store)
         loop = DecodeLoop(store, model)
-        decode_all(loop, [prefilled(loop, prompt(16, 1), 20)])
-
-        assert model.enqueue_count == 4
-        assert sum(loop.graphs.replays().values()) == 20
-
-
-@pytest.mark.deferred
-def test_every_decode_step_is_one_replay_and_two_calls_between_crossings() -> None:
-    """C9.4, C11.2: a step that crosses no page is the graph launch and the wait."""
-    with opened(concurrency=1) as store:
-        loop = DecodeLoop(store, ToyModel(store))
         sequence = prefilled(loop, prompt(16, 1), 30)
         steps = sum(1 for _ in loop.decode([sequence]))
 
         assert steps == loop.statistics.decode_steps == 29
         assert loop.statistics.driver_calls_per_step == 2.0
+        assert (model.enqueue_count, sum(loop.graphs.replays().values())) == (4, 1 + 29)
 
 
 @pytest.mark.deferred
@@ -144,19 +135,6 @@ def test_prefill_refuses_what_was_not_activated_and_changes_nothing() -> None:
 
 
 @pytest.mark.deferred
-def test_an_ended_sequence_gets_what_is_undelivered_also_when_it_was_finished() -> None:
-    """No error: `step` returns its last tokens, then nothing."""
-    with opened(concurrency=1) as store:
-        loop = DecodeLoop(store, ToyModel(store))
-        sequence = prefilled(loop, prompt(10, 1), 1)
-        store.finish(sequence)
-
-        assert [1] == [len(tokens) for tokens in loop.step([sequence]).values()]
-        assert {} == loop.step([sequence])
-        assert "length" == loop.finish_reason(sequence)
-
-
-@pytest.mark.deferred
 def test_a_running_sequence_that_was_finished_is_stale_and_nothing_is_delivered() -> None:
     """C10.1: the next call gives the other sequence the same tokens."""
     with opened() as store:
@@ -168,6 +146,10 @@ def test_a_running_sequence_that_was_finished_is_stale_and_nothing_is_delivered(
             loop.step([finished, other])
 
         assert [reference] == decode_all(loop, [other])
+        ended = prefilled(loop, prompt(10, 1), 1)
+        store.finish(ended)
+        assert [1] == [len(tokens) for tokens in loop.step([ended]).values()], "no error: it had ended by then"
+        assert ({}, "length") == (loop.step([ended]), loop.finish_reason(ended))
 
 
 def test_a_server_that_never_forgets_keeps_one_sequence_a_row() -> None:

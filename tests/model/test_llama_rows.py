@@ -104,16 +104,14 @@ def test_a_replay_reads_the_arrays_again(model: LlamaModel) -> None:
     assert len(answers) > 1
 
 
-def test_a_live_column_without_a_token_is_refused(model: LlamaModel) -> None:
+def test_a_live_column_without_a_token_and_logits_of_an_unseen_shape_are_refused(
+    model: LlamaModel, tiny_weights: LlamaWeights
+) -> None:
     with pytest.raises(pk.MisuseError, match=r"expected token ids in \[0, 320\), got -1"):
         run_unit(model, [[NO_TOKEN]])
-
-
-def test_logits_of_an_unseen_shape_are_refused(tiny_weights: LlamaWeights) -> None:
-    unit = FakeUnit(FakeCache(TINY), route="decode", B=2, W=1)
-
     with pytest.raises(pk.MisuseError, match="keep_logits=True"):
-        LlamaModel(tiny_weights, FAKE_DEVICE, max_context=8).logits(unit)
+        LlamaModel(tiny_weights, FAKE_DEVICE, max_context=8).logits(
+            FakeUnit(FakeCache(TINY), route="decode", B=2, W=1))
 
 
 def test_equal_logits_choose_the_lowest_id() -> None:
@@ -149,13 +147,9 @@ def test_bf16_rounds_to_nearest_even_and_keeps_what_is_special() -> None:
     assert [0x3F80, 0x3F82, 0x3F81] == bf16_bits(ties).tolist()
     assert all((int(bits) & 0x7FFF) > 0x7F80 for bits in bf16_bits(nans))
 
-
-def test_bf16_agrees_with_the_arithmetic_definition() -> None:
     generator = np.random.default_rng(5)
     values = (generator.standard_normal(20_000) * 10.0 ** generator.integers(-40, 38, 20_000)).astype(np.float32)
-
     rounded = (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
-
     np.testing.assert_array_equal(round_to_bf16(values), rounded.astype(np.float64))
 
 

@@ -142,8 +142,8 @@ def test_teacher_forcing_through_pages_stays_near_the_reference(
     assert_same_choices(expected, logits, margin_min=margin_min)
 
 
-def run(**options: Any) -> dict[str, Any]:
-    return run_prompts(device="cpu", max_context=128, **options)
+def run(*, max_context: int = 128, **options: Any) -> dict[str, Any]:
+    return run_prompts(device="cpu", max_context=max_context, **options)
 
 
 def test_run_prints_text_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,12 +197,8 @@ def test_run_in_chat_form_answers_and_stops(capsys: pytest.CaptureFixture[str]) 
     ({"prompts": ["ok"], "profile": "int3"}, "int3"),
     ({"prompts": ["ok"], "max_new_tokens": 128}, "max_new_tokens was refused: expected at most 127"),
     ({"prompts": ["a\udcffb"]}, "characters that UTF-8 can write"),
+    ({"prompts": ["ok"], "max_context": 10_000}, "at most 8192 tokens"),
 ])
 def test_run_refuses_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pk.MisuseError, match=message):
         run(**options)
-
-
-def test_run_refuses_positions_the_model_does_not_know() -> None:
-    with pytest.raises(pk.MisuseError, match="at most 8192 tokens"):
-        run_prompts(prompts=["ok"], device="cpu", max_context=10_000)

@@ -66,14 +66,8 @@ def test_the_lists_of_commands_cut_no_sentence(path: tuple[str, ...]) -> None:
 
         assert listed
         assert "..." not in listed
-
-
-def test_help_lists_commands_and_sections() -> None:
-    """Nested commands under their full names."""
-    result = invoke("help")
-
     for line in ("kernels report", "journal replay", "doctor", "run", "C16", "codecs 8"):
-        assert line in result.stdout
+        assert line in result.stdout, "help names nested commands in full, and sections"
 
 
 @pytest.mark.parametrize(
@@ -126,31 +120,21 @@ def test_doctor_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_doctor_says_what_to_do_when_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 3, and the remedy beside the missing thing."""
-    checks = (doctor.Check("device cpu", "missing", "no compiler", "install one"),)
-    monkeypatch.setattr(doctor, "diagnose", lambda: doctor.Diagnosis(checks, {"cpu": False, "cuda": False}))
-    result = invoke("doctor")
-
-    assert result.exit_code == 3
-    assert "-> install one" in result.stdout
-
-
-def test_doctor_looks_at_this_machine() -> None:
-    """Every missing thing has a remedy, and the cpu device opens."""
+def test_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every missing thing has a remedy, in a refusal's own words; where nothing can run, the exit code is 3."""
     diagnosis = doctor.diagnose()
-
     assert diagnosis.devices["cpu"]
     assert [] == [check.name for check in diagnosis.checks if (check.status == "missing") != bool(check.remedy)]
-
-
-def test_a_device_that_is_refused_is_missing_with_its_remedy() -> None:
-    """The refusal's own words."""
 
     def refuse(name: str) -> pk.Device:
         raise refusal(pk.MissingRequirement)
 
-    assert doctor.check_device("cuda", refuse) == doctor.Check("device cuda", "missing", "other", "do it")
+    missing = doctor.check_device("cuda", refuse)
+    assert missing == doctor.Check("device cuda", "missing", "other", "do it")
+    monkeypatch.setattr(doctor, "diagnose", lambda: doctor.Diagnosis((missing,), {"cpu": False, "cuda": False}))
+    result = invoke("doctor")
+    assert result.exit_code == 3
+    assert "-> do it" in result.stdout
 
 
 def test_a_compiler_is_found_in_the_devices_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,17 +66,13 @@ def test_an_assembler_log_is_read_kernel_by_kernel() -> None:
     ("sm_90", 32, 32, 0, 32 * 32 / 2048),  # the number of blocks is the limit
     ("sm_80", 40, 128, 48 * 1024, 3 * 128 / 2048),  # 49 KiB with the reserve: 3 blocks in 164 KiB
     ("sm_89", 128, 256, 0, 2 * 256 / 1536),
+    *((arch, 32, None, 0, None) for arch in LIMITS),  # without a launch bound the block size is not known
 ])
 def test_occupancy_is_limited_by_the_scarcest_resource(
-    arch: str, registers: int, threads: int, shared_bytes: int, expected: float
+    arch: str, registers: int, threads: int | None, shared_bytes: int, expected: float | None
 ) -> None:
     """Registers, blocks, shared bytes and threads, each as the limit once."""
     assert figures(arch, registers=registers, threads=threads, shared_bytes=shared_bytes).occupancy == expected
-
-
-def test_a_kernel_without_a_launch_bound_has_no_occupancy() -> None:
-    """Its block size is not known here."""
-    assert all(figures(arch, threads=None).occupancy is None for arch in LIMITS)
 
 
 def test_the_report_has_the_promised_fields() -> None:
