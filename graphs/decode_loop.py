@@ -398,7 +398,8 @@ class DecodeLoop:
 
     def _outputs_of(self, sequences: Iterable[pk.Sequence]) -> dict[pk.Sequence, _Output]:
         """Return the outputs of sequences, each known here and named once."""
-        self._recover()
+        if self._pending is not None:
+            self._recover()
         named: tuple[Any, ...] = tuple(sequences) if isinstance(sequences, Iterable) else (None,)
         if not set(map(type, named)) <= {pk.Sequence} or len(set(named)) != len(named):
             raise pk.MisuseError("a step", expected="sequences, each once", got=repr(sequences),
@@ -406,7 +407,8 @@ class DecodeLoop:
         return {sequence: self._output_of(sequence) for sequence in named}
 
     def _output_of(self, sequence: pk.Sequence) -> _Output:
-        self._recover()
+        if self._pending is not None:
+            self._recover()
         output = self._outputs.get(sequence) if isinstance(sequence, pk.Sequence) else None
         if output is None:
             raise pk.MisuseError(f"decoding {sequence}", expected="a sequence that this loop has prefilled or resumed",
