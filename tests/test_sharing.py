@@ -175,8 +175,7 @@ class Injected(Exception):
 CRASH = pk.DeviceFault("a kernel", expected="no fault", got="one", remedy="none", clause="C12.4")
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int,
-            error: Exception) -> None:
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int, error: Exception) -> None:
     """Let the `number`-th call of a method raise, after it was counted."""
     original: Callable[..., Any] = getattr(owner, name)
     calls = iter(range(1, 1000))

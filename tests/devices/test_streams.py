@@ -217,8 +217,7 @@ UNUSED = (
 @pytest.mark.parametrize(("driver", "said"), [(FakeDriver(), UNUSED), (None, "")], ids=["gpu", "no-gpu"])
 @pytest.mark.parametrize("name", ["auto", "cpu"])
 def test_a_gpu_that_stays_unused_is_said_on_stderr(
-    name: str, driver: FakeDriver | None, said: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, driver: FakeDriver | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where "auto" found no CuPy; a machine without a GPU, and a caller who asked for "cpu", hear nothing."""
 

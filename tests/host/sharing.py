@@ -45,9 +45,7 @@ class SharedLedger:
 
     # ---- acts -------------------------------------------------------------------------------------
 
-    def start(
-        self, prompt_tokens: int, output_tokens: int = 0, *, written: int | Mapping[str, int] = 0
-    ) -> Sequence:
+    def start(self, prompt_tokens: int, output_tokens: int = 0, *, written: int | Mapping[str, int] = 0) -> Sequence:
         """Activate a sequence that starts from nothing and must fit, and commit what it has written."""
         sequence = self.activate(ActivationTarget(prompt_tokens, output_tokens))
         if written:

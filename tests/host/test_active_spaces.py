@@ -228,9 +228,7 @@ def test_a_commit_beyond_the_membership_moves_no_row(accepted: int) -> None:
     (0, 0, 0), (0, 1, 1), (1, 0, 1), (63, 0, 1), (64, 0, 1), (65, 0, 2), (64, 65, 2), (65, 64, 2), (10, 129, 3),
     (128, 5, 2),
 ])
-def test_trim_returns_what_neither_frontier_nor_provisional_needs(
-    committed: int, provisional: int, kept: int
-) -> None:
+def test_trim_returns_what_neither_frontier_nor_provisional_needs(committed: int, provisional: int, kept: int) -> None:
     """ceil(max(committed, provisional) / P) pages stay; the others are reserved again, for the same space.  (C9.6)"""
     spaces = written(256, committed)
     assert state(spaces) == (4, 4, 0)

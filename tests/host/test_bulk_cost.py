@@ -70,8 +70,7 @@ def forked(ledger: Ledger, tokens: int) -> Sequence:
 OPERATIONS: dict[str, tuple[Callable[[Ledger, int], Any], Callable[[Ledger, Any], object]]] = {
     "admit": (lambda ledger, tokens: tokens, lambda ledger, tokens: ledger.try_activate(ActivationTarget(tokens, 0))),
     "fork": (retained, lambda ledger, source: ledger.try_activate(ActivationTarget(64, 0, source))),
-    "move": (retained, lambda ledger, source: ledger.try_activate(
-        ActivationTarget(64, 0, source, keep_source=False))),
+    "move": (retained, lambda ledger, source: ledger.try_activate(ActivationTarget(64, 0, source, keep_source=False))),
     "finish": (written, lambda ledger, sequence: ledger.finish(sequence)),
     "finish a fork": (forked, lambda ledger, sequence: ledger.finish(sequence)),
     "snapshot": (written, lambda ledger, sequence: ledger.try_snapshot(sequence, "complete")),

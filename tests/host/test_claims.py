@@ -126,9 +126,7 @@ def test_a_refused_preparation_leaves_the_ledger_settled() -> None:
 # ---- prepared, not committed -----------------------------------------------------------------------------
 
 
-def prepared_pair(
-    backend: Backend | None, *, keep_source: bool
-) -> tuple[SharedLedger, Continuation, ActivationTarget]:
+def prepared_pair(backend: Backend | None, *, keep_source: bool) -> tuple[SharedLedger, Continuation, ActivationTarget]:
     """Return a store, a source of 130 tokens whose pages another continuation shares, and a target with a tail copy."""
     store = SharedLedger(backend=backend, max_context=320)
     source = store.retain(dict.fromkeys(store.ledger.active, 130))

@@ -14,18 +14,7 @@ import pytest
 from pagedkv import codecs
 from pagedkv.codecs import CodecCounts
 from pagedkv.values.profiles import HEAD_DIMS_BF16, PROFILES, plane_schema
-from tests.host.codec_cases import (
-    F32,
-    F64,
-    U8,
-    U16,
-    Rng,
-    assert_is_expected,
-    assert_same_bits,
-    bf16,
-    encoded,
-    row_of,
-)
+from tests.host.codec_cases import F32, F64, U8, U16, Rng, assert_is_expected, assert_same_bits, bf16, encoded, row_of
 from tests.host.codec_sides import FP4_SIDES, FP8_SIDES, INT8_SIDES, QUANTIZED_SIDES, ROTATED_SIDES, SIDES, Side
 from tests.oracle import codec_oracle as oracle
 from tests.oracle.attention_oracle import hadamard

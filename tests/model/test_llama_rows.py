@@ -110,8 +110,7 @@ def test_a_live_column_without_a_token_and_logits_of_an_unseen_shape_are_refused
     with pytest.raises(pk.MisuseError, match=r"expected token ids in \[0, 320\), got -1"):
         run_unit(model, [[NO_TOKEN]])
     with pytest.raises(pk.MisuseError, match="keep_logits=True"):
-        LlamaModel(tiny_weights, FAKE_DEVICE, max_context=8).logits(
-            FakeUnit(FakeCache(TINY), route="decode", B=2, W=1))
+        LlamaModel(tiny_weights, FAKE_DEVICE, max_context=8).logits(FakeUnit(FakeCache(TINY), route="decode", B=2, W=1))
 
 
 def test_equal_logits_choose_the_lowest_id() -> None:
