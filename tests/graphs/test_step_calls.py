@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop, Unit
@@ -57,6 +58,7 @@ def calls_of(function: Callable[[], object]) -> Counter[str]:
     return calls
 
 
+@pytest.mark.eager_only("a deferred device makes more calls, to order the work")
 def test_a_replayed_step_makes_few_python_calls() -> None:
     """One sequence, no page crossed, the shape captured before; the message lists the calls by function."""
     geometry = pk.KVGeometry(layers=1, query_heads=4, kv_heads=2, head_dim=64)
