@@ -164,7 +164,7 @@ def test_every_writable_page_has_one_writer_and_one_reference() -> None:
 
 
 def test_ids_are_bound_in_windows_and_never_beyond_the_entitlement() -> None:
-    """64 pages at a time, then the rest of an entitlement of 70; bound ids count as reserved.  (C6.5)"""
+    """64 pages at a time, then the rest; a prefill chunk binds what it needs; bound ids count as reserved.  (C6.5)"""
     spaces = make_spaces(70, pages=100, blocks=80)
 
     spaces.ensure_mapped_to_tokens(per_row(1, 0))
@@ -174,14 +174,9 @@ def test_ids_are_bound_in_windows_and_never_beyond_the_entitlement() -> None:
     assert spaces.mapped_ids(0).tolist() == list(range(65))
     spaces.commit(per_row(64 * 64 + 1, 0))
     assert spaces.committed_columns(spaces.members[0, 62:66]).tolist() == [64, 64, 1, 0]
-
-
-def test_a_large_need_binds_more_than_a_window() -> None:
-    """A prefill chunk beyond the window binds what it needs.  (C6.5)"""
-    spaces = make_spaces(200, pages=200, blocks=200)
-
-    assert slices_of(spaces.ensure_mapped_to_tokens(per_row(150 * 64, 0))) == [(0, 0, 150)]
-    assert ends(spaces)[2] == 150 * 64
+    prefill = make_spaces(200, pages=200, blocks=200)
+    assert slices_of(prefill.ensure_mapped_to_tokens(per_row(150 * 64, 0))) == [(0, 0, 150)]
+    assert ends(prefill)[2] == 150 * 64
 
 
 def test_a_later_window_continues_the_ids_of_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,22 +224,16 @@ def test_a_commit_beyond_the_membership_moves_no_row(accepted: int) -> None:
     (128, 5, 2),
 ])
 def test_trim_returns_what_neither_frontier_nor_provisional_needs(committed: int, provisional: int, kept: int) -> None:
-    """ceil(max(committed, provisional) / P) pages stay; the others are reserved again, for the same space.  (C9.6)"""
+    """ceil(max(committed, provisional) / P) pages stay, the others are reserved; a row on hold stays.  (C9.6)"""
     spaces = written(256, committed)
-    assert state(spaces) == (4, 4, 0)
+    spaces.ensure_mapped_to_tokens(per_row(0, 256))
+    assert state(spaces) == (8, 0, 0)
 
-    assert trim_to(spaces, provisional, 0) == 4 - kept
-    assert (ends(spaces), state(spaces)) == ([committed, kept * 64, 256, 256], (kept, 8 - kept, 0))
-    assert trim_to(spaces, provisional, 0) == 0
-
-
-def test_trim_leaves_rows_on_hold_alone() -> None:
-    """The neutral value keeps every page of a row that is not meant.  (C9.6)"""
-    spaces = make_spaces(4, 4)
-    spaces.ensure_mapped_to_tokens(per_row(256, 256))
-
-    assert trim_to(spaces, 0, int(KEEP_ALL)) == 4
-    assert spaces.mapped_end.tolist() == [0, 256]
+    assert trim_to(spaces, provisional, int(KEEP_ALL)) == 4 - kept
+    assert (ends(spaces), state(spaces)) == ([committed, kept * 64, 256, 256], (4 + kept, 4 - kept, 0))
+    assert ends(spaces, 1) == [0, 256, 256, 256]
+    assert trim_to(spaces, provisional, int(KEEP_ALL)) == 0
+    assert trim_to(spaces, provisional, 0) == 4
 
 
 def test_a_trimmed_page_comes_back_as_another_page() -> None:
@@ -271,14 +260,15 @@ def test_a_trimmed_page_comes_back_as_another_page() -> None:
 def test_truncate_lowers_the_frontier_and_trims(committed: int, tokens: int, is_cut: bool) -> None:
     """A page that is cut inside has other content, the same identity and lease; no other row moves.  (C9.10, C7.6)"""
     spaces = written(256, committed)
+    spaces.ensure_mapped_to_tokens(per_row(0, 256))
     contents, serials, leases = (of_pages(spaces, "content"), of_pages(spaces, "serial"),
                                  [spaces.lease(0, block) for block in range(4)])
     pages = -(-tokens // 64)
 
     truncate(spaces, tokens)
 
-    assert (ends(spaces), ends(spaces, 1)) == ([tokens, pages * 64, 256, 256], [0, 0, 0, 256])
-    assert state(spaces) == (pages, 8 - pages, 0)
+    assert (ends(spaces), ends(spaces, 1)) == ([tokens, pages * 64, 256, 256], [0, 256, 256, 256])
+    assert state(spaces) == (4 + pages, 4 - pages, 0)
     assert spaces.committed_columns(spaces.members[0, :4]).sum() == tokens
     whole = pages - is_cut
     assert of_pages(spaces, "content")[:whole] == contents[:whole]
@@ -286,25 +276,6 @@ def test_truncate_lowers_the_frontier_and_trims(committed: int, tokens: int, is_
     assert of_pages(spaces, "serial") == serials[:pages]
     for lease in leases[:pages]:
         spaces.require_current(lease)
-
-
-def test_truncate_trims_its_own_row_alone() -> None:
-    """An equal frontier only trims; another row keeps its provisional pages.  (C9.10)"""
-    spaces = make_spaces(4, 4)
-    spaces.ensure_mapped_to_tokens(per_row(256, 256))
-    spaces.commit(per_row(64, 1))
-    truncate(spaces, 64)
-
-    assert (ends(spaces), ends(spaces, 1)) == ([64, 64, 256, 256], [1, 256, 256, 256])
-
-
-@pytest.mark.parametrize("tokens", [-1, 66, 128])
-def test_truncate_never_raises_a_frontier(tokens: int) -> None:
-    """Above the committed frontier, also where pages are mapped, and below zero.  (C9.10)"""
-    spaces = written(128, 65)
-
-    with refused(MisuseError, "C9.10", spaces, match="0 to 65 tokens"):
-        truncate(spaces, tokens)
 
 
 def test_close_gives_everything_to_available() -> None:
@@ -344,27 +315,21 @@ def test_a_lease_of_a_released_page_stays_stale_when_the_index_is_used_again() -
         spaces.require_current(old)
 
 
-@pytest.mark.parametrize("block", [-1, 1, 2, 4, 400])
-def test_a_block_that_is_not_mapped_has_no_lease(block: int) -> None:
-    """Block 1 is bound: an id is known, and every accessor treats it as unmapped.  (C6.5)"""
-    spaces = make_spaces(2)
-    spaces.ensure_mapped_to_tokens(per_row(1, 0))
-
-    with refused(MisuseError, "C6.5", spaces, match="a mapped block, 0 to 0"):
-        spaces.lease(0, block)
-
-
-@pytest.mark.parametrize(("pool", "page_id"), [("main", 1), ("mtp", 0), ("main", -1), ("main", 8), ("main", 5)])
-def test_a_lease_made_by_hand_is_refused(pool: str, page_id: int) -> None:
-    """A bound id with its right serial, another pool's, ids out of range, a free one.  (C3.1, C6.1, C6.5)"""
+def test_a_block_that_is_not_mapped_has_no_lease_and_none_is_made_by_hand() -> None:
+    """Block 1 is bound: an id is known, and every accessor treats it as unmapped.  (C3.1, C6.1, C6.5)"""
     spaces = make_spaces(2)
     spaces.ensure_mapped_to_tokens(per_row(1, 0))
     assert spaces.mapped_mask().tolist() == [True] + [False] * 7
     assert spaces.held_mask().tolist() == [True, True] + [False] * 6
-    serial = int(spaces.pool.serials[page_id]) if page_id in {0, 1} else 0
 
-    with refused(StaleHandle, "C6.1", spaces):
-        spaces.require_current(DevicePageLease(pool, page_id, serial))
+    for block in (-1, 1, 2, 4, 400):
+        with refused(MisuseError, "C6.5", spaces, match="a mapped block, 0 to 0"):
+            spaces.lease(0, block)
+    # A bound id with its right serial, another pool's, ids out of range, a free one.
+    for pool, page_id in (("main", 1), ("mtp", 0), ("main", -1), ("main", 8), ("main", 5)):
+        serial = int(spaces.pool.serials[page_id]) if page_id in {0, 1} else 0
+        with refused(StaleHandle, "C6.1", spaces):
+            spaces.require_current(DevicePageLease(pool, page_id, serial))
 
 
 # ---- the same rules through the ledger -----------------------------------------------------------------------
@@ -448,12 +413,12 @@ def test_token_limits_are_integers_within_the_context(tokens: int) -> None:
 
 
 def test_truncate_to_nothing_empties_the_space_and_keeps_the_entitlement() -> None:
-    """Above the frontier and below zero it is refused.  (C9.10)"""
+    """Above the frontier, also where pages are mapped, and below zero it is refused.  (C9.10)"""
     ledger, sequence = running(200, written=130)
     before = counts(ledger)
 
-    for tokens in (-1, 131):
-        with refused(MisuseError, "C9.10", ledger):
+    for tokens in (-1, 131, 192):
+        with refused(MisuseError, "C9.10", ledger, match="0 to 130 tokens"):
             ledger.truncate(sequence, tokens, "main")
     ledger.truncate(sequence, 0, "main")
     assert (before, counts(ledger)) == ((3, 1, 4), (0, 4, 4))
@@ -493,27 +458,18 @@ def test_only_what_a_row_gained_is_published() -> None:
 
 
 def test_one_unit_publishes_the_slices_of_all_its_rows_at_once() -> None:
-    """Batched over rows and new pages, in one answer per pool.  (C11.2)"""
+    """One answer per pool; batch order is the caller's, `rows` names the table row of each entry.  (C11.2, C11.3)"""
     ledger = make_ledger(max_concurrency=3)
     sequences = [activate(ledger, 200) for _ in range(3)]
     write(ledger, sequences[1], 60)
-
-    slices = write(ledger, [sequences[2], sequences[1], sequences[0]], [129, 4, 1])
+    batch = ledger.batch([sequences[2], sequences[1], sequences[0]])
+    unit, slices = ledger.begin_unit("step", batch, {"main": [129, 4, 1]})
 
     assert slices_of(slices["main"]) == [(sequences[0].row, 0, 1), (sequences[2].row, 0, 3)]
-
-
-def test_a_table_row_is_not_a_batch_entry_and_not_a_lane() -> None:
-    """Batch order is the caller's; `rows` says which table row serves entry b.  (C11.3)"""
-    ledger = make_ledger(max_concurrency=3)
-    sequences = [activate(ledger, 64) for _ in range(3)]
-    batch = ledger.batch([sequences[2], sequences[0]])
-    unit, _ = ledger.begin_unit("step", batch, {"main": [5, 9]})
-
-    assert batch.rows.tolist() == [sequences[2].row, sequences[0].row]
-    assert unit.columns["main"].tolist() == [5, 9]
-    ledger.commit_unit(unit, {"main": [5, 9]})
-    assert [frontier(ledger, sequence) for sequence in sequences] == [9, 0, 5]
+    assert batch.rows.tolist() == [sequences[2].row, sequences[1].row, sequences[0].row]
+    assert unit.columns["main"].tolist() == [129, 4, 1]
+    ledger.commit_unit(unit, {"main": [128, 3, 1]})
+    assert [frontier(ledger, sequence) for sequence in sequences] == [1, 63, 128]
 
 
 def test_columns_at_or_beyond_the_context_are_refused_before_launch() -> None:

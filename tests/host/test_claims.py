@@ -220,14 +220,19 @@ def test_forks_of_one_source_are_prepared_together_and_end_in_any_order(
     assert [line for line in differences(before, after) if "stamp" not in line] == []
 
 
-@pytest.mark.parametrize("kind", ["fresh", "fork", "move"])
+@pytest.mark.parametrize("kind", ["fresh", "fork", "move", 64, 65])
 @pytest.mark.parametrize("first", ["commit", "abort"])
-def test_a_prepared_activation_ends_once(kind: str, first: str) -> None:
-    """A second commit or abort is refused and changes nothing.  (C10.2, S35)"""
+def test_a_prepared_activation_ends_once(kind: str | int, first: str) -> None:
+    """A second end is refused and changes nothing; a snapshot of 64 or 65 tokens too.  (C10.2, C10.6, S35)"""
     store, source, target = prepared_pair(None, keep_source=kind == "fork")
     ledger = store.ledger
-    prepared = store.prepare(ActivationTarget(5, 5) if kind == "fresh" else target)
-    end: dict[str, Callable[[Any], object]] = {"commit": ledger.commit_activation, "abort": ledger.abort_transaction}
+    commit: Callable[[Any], object] = ledger.commit_activation
+    if isinstance(kind, int):
+        commit, prepared = ledger.commit_snapshot, prepare_snapshot(store, store.start(130, written=kind))
+    else:
+        prepared = store.prepare(ActivationTarget(5, 5) if kind == "fresh" else target)
+    end: dict[str, Callable[[Any], object]] = {"commit": commit, "abort": ledger.abort_transaction}
+    handles = len(ledger.continuations.handles())
     end[first](prepared)
 
     for again in end.values():
@@ -235,6 +240,8 @@ def test_a_prepared_activation_ends_once(kind: str, first: str) -> None:
             with refused(MisuseError, "C10.2", ledger):
                 again(ended)
     assert (source in ledger.continuations.handles()) == (kind != "move" or first == "abort")
+    change = 0 if first == "abort" or kind in ("fresh", "fork") else -1 if kind == "move" else 1
+    assert len(ledger.continuations.handles()) == handles + change
 
 
 def test_a_shared_page_that_a_prepared_fork_copies_may_lose_its_other_holders() -> None:
@@ -334,22 +341,6 @@ def test_a_prepared_snapshot_is_invisible_and_an_aborted_one_never_was(backend: 
     assert differences(before, observables(store.ledger)) == []
     store.append(sequence, 2)
     assert store.frontier(store.snapshot(sequence)) == tokens + 2
-
-
-@pytest.mark.parametrize("first", ["commit", "abort"])
-@pytest.mark.parametrize("tokens", [64, 65])
-def test_a_prepared_snapshot_ends_once(first: str, tokens: int) -> None:
-    """A second commit or abort is refused and changes nothing.  (C10.6, S35)"""
-    store, _, prepared = prepared_checkpoint(tokens)
-    ledger = store.ledger
-    end: dict[str, Callable[[Any], object]] = {"commit": ledger.commit_snapshot, "abort": ledger.abort_transaction}
-    end[first](prepared)
-
-    for again in end.values():
-        for ended in (prepared, None):
-            with refused(MisuseError, "C10.2", ledger):
-                again(ended)
-    assert len(ledger.continuations.handles()) == (1 if first == "commit" else 0)
 
 
 @pytest.mark.parametrize("tokens", [64, 100])

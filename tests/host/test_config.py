@@ -169,6 +169,11 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("too narrow a prefill unit", store_with(prefill_columns_max=15), "C14.4"),
     ("a number for sanitizer", store_with(sanitizer=1), "C11.1"),
     ("a negative host arena", store_with(host_arena_bytes=-1), "C5.7"),
+    ("a number for lease growth", store_with(kv_lease_growth=1), "C9.2"),
+    ("a lease window of zero", store_with(lease_window_tokens=0), "C9.2"),
+    ("a fractional lease window", store_with(lease_window_tokens=1.5), "C9.2"),
+    ("a negative forced span", store_with(forced_span_tokens=-1), "C9.2"),
+    ("a forced span true", store_with(forced_span_tokens=True), "C9.2"),
 ]
 
 

@@ -122,14 +122,22 @@ USES: dict[str, Callable[[Ledger, Continuation], object]] = {
     "truncate": lambda ledger, kept: ledger.truncate_continuation(kept, 1, "main"),
     "attach_state": lambda ledger, kept: ledger.attach_state(kept, "s"),
 }
+SOURCES: dict[str, Callable[[Ledger, Continuation], object]] = {
+    "explain fork": lambda ledger, kept: ledger.transactions.explain(ActivationTarget(1, 0, kept)),
+    "explain move": lambda ledger, kept: ledger.transactions.explain(ActivationTarget(1, 0, kept, keep_source=False)),
+    "prepare fork": lambda ledger, kept: ledger.prepare_activation(ActivationTarget(1, 0, kept)),
+    "prepare move": lambda ledger, kept: ledger.prepare_activation(ActivationTarget(1, 0, kept, keep_source=False)),
+    "try fork": lambda ledger, kept: ledger.try_activate(ActivationTarget(1, 0, kept)),
+    "try move": lambda ledger, kept: ledger.try_activate(ActivationTarget(1, 0, kept, keep_source=False)),
+}
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("use", [*USES.values(), *SOURCES.values()], ids=[*USES, *SOURCES])
 @pytest.mark.parametrize("end", ["release", "move"])
 def test_a_handle_that_outlived_its_continuation_is_refused(
     end: str, use: Callable[[Ledger, Continuation], object]
 ) -> None:
-    """Twice, and after its pages serve another: nothing changes.  (C9.8, S25, S35, S37)"""
+    """Twice, and after its pages serve another: nothing changes.  (C9.8, C10.4, S25, S35, S37)"""
     store, kept = retained(130)
     if end == "release":
         store.release(kept)
@@ -191,17 +199,23 @@ def test_protection_is_rebuilt_when_it_goes_down_and_up() -> None:
     assert seen == [[64, 1, 0], [32, 0, 0], [64, 1, 0], [0, 0, 0], [64, 0, 0], [64, 64, 2]]
 
 
-@pytest.mark.parametrize(("committed", "tokens"), [
-    *((130, tokens) for tokens in (-1, 131, 1.0, True, None)), *((128, tokens) for tokens in (129, 192, 1000)),
+@pytest.mark.parametrize(("method", "clause", "committed", "bad"), [
+    ("protect", "C7.8", 130, (-1, 131, 1.0, True, None)), ("protect", "C7.8", 128, (129, 192, 1000)),
+    ("truncate_continuation", "C9.10", 130, (-1, 131, 0, 1.5)),  # 0 is what `release` is for
 ])
-def test_only_what_is_committed_is_protected(committed: int, tokens: int) -> None:
-    """0 to the frontier, also where no page behind it could refuse; whole tokens, in an enabled pool.  (C7.8)"""
+def test_only_what_is_committed_is_protected_or_kept(
+    method: str, clause: str, committed: int, bad: tuple[int, ...]
+) -> None:
+    """Up to the frontier, also where no page behind it could refuse; whole tokens, an enabled pool.  (C7.8, C9.10)"""
     store, kept = retained(committed)
+    store.ledger.protect(kept, 0, "main")
+    act = getattr(store.ledger, method)
 
-    with refused(MisuseError, "C7.8", store.ledger):
-        store.ledger.protect(kept, tokens, "main")
+    for tokens in bad:
+        with refused(MisuseError, clause, store.ledger):
+            act(kept, tokens, "main")
     with refused(MisuseError, "C3.3", store.ledger):
-        store.ledger.protect(kept, 1, "mtp")
+        act(kept, 1, "mtp")
 
 
 def test_a_page_protects_the_most_of_what_its_inactive_spaces_protect() -> None:
@@ -236,16 +250,6 @@ def test_a_page_protects_the_most_of_what_its_inactive_spaces_protect() -> None:
     assert protected() == ([20, 0, 0, 0], [0, 0, 0, 0])
     store.go_on(second, keep_source=False)
     assert protected() == ([5, 0, 0, 0], [0, 0, 0, 0])
-
-
-def test_a_running_sequence_protects_nothing() -> None:
-    """A Move takes the protection of its space away, and leaves that of the others.  (C7.8, C10.4)"""
-    store, kept = retained(130)
-    store.go_on(kept, frontier=64)
-    assert store.column("protected", kept) == [64, 64, 2]
-    sequence = store.go_on(kept, keep_source=False)
-
-    assert store.column("protected", sequence) == [0, 0, 0]
 
 
 # ---- truncate a continuation -----------------------------------------------------------------------------
@@ -300,18 +304,6 @@ def test_truncating_below_what_is_protected_is_refused_until_it_is_lowered() -> 
 
     store.ledger.truncate_continuation(kept, 100, "main")
     assert store.column("committed", kept) == store.column("protected", kept) == [64, 36]
-
-
-@pytest.mark.parametrize("tokens", [-1, 131, 0, 1.5])
-def test_a_truncate_lowers_and_leaves_main_a_token(tokens: int) -> None:
-    """Not up, not below 0, and 0 is what `release` is for.  (C9.10)"""
-    store, kept = retained(130)
-    store.ledger.protect(kept, 0, "main")
-
-    with refused(MisuseError, "C9.10", store.ledger):
-        store.ledger.truncate_continuation(kept, tokens, "main")
-    with refused(MisuseError, "C3.3", store.ledger):
-        store.ledger.truncate_continuation(kept, 1, "mtp")
 
 
 def test_a_backend_is_truncated_to_nothing_and_main_is_not_touched() -> None:

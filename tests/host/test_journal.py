@@ -211,13 +211,17 @@ def test_rows_that_could_not_grow_are_in_the_journal() -> None:
 
 
 def test_a_line_says_what_was_decided() -> None:
-    """Revision, arguments, answer with ids and frontiers, and (allocated, reserved, available)."""
+    """Revision, arguments, answer, counters of pages; of the caller's state only that it exists.  (C2.2)"""
     begin = json.loads(short_run()[3])
 
     assert begin == {"revision": 3, "operation": "begin_unit",
                      "arguments": {"name": "step", "batch": {"batch": [[0, 1]]}, "columns": {"columns": {"main": 130}}},
                      "answer": {"unit": 1, "slices": {"main": [[0, 0, [0, 1, 2]]]}, "first_positions": {"main": [0]}},
                      "state": {"main": [3, 1, 4]}}
+    ledger, file = journaled()
+    ledger.finish(activate(ledger, 100, written=10), retain=True, state="a secret")
+    assert "secret" not in file.getvalue()
+    assert '"state":{"state":true}' in file.getvalue()
 
 
 def test_a_refusal_is_a_line() -> None:
@@ -232,16 +236,6 @@ def test_a_refusal_is_a_line() -> None:
     assert refusals[-2:] == [{"pool": "main", "needed": 16, "available": 4, "forever": True, "reason": "context"},
                              {"error": "MisuseError", "clause": "C9.10"}]
     assert pk.replay_journal(lines_of(file)).difference is None
-
-
-def test_a_journal_keeps_no_state_of_the_caller() -> None:
-    """C2.2: only whether there is one."""
-    ledger, file = journaled()
-    sequence = activate(ledger, 100, written=10)
-    ledger.finish(sequence, retain=True, state="a secret")
-
-    assert "secret" not in file.getvalue()
-    assert '"state":{"state":true}' in file.getvalue()
 
 
 def test_handles_of_another_store_stay_foreign() -> None:
@@ -300,6 +294,8 @@ def test_an_altered_line_stops_the_replay_there(revision: int, changes: dict[str
     if what in changes:
         assert report.difference.expected == changes[what]
         assert report.difference.got == json.loads(short_run()[revision])[what]
+    other_windows = pk.replay_journal(altered(short_run(), 0, window_pages=2))  # C6.5: other ids are bound then
+    assert other_windows.difference == pk.JournalDifference(0, "header", "window_pages", 2, 64)
 
 
 def one_page_more_is_kept(trailing_pages: Callable[..., Any], spaces: ActiveSpaces, keep_tokens: Any) -> Any:
@@ -357,22 +353,7 @@ def test_invariants_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatc
         pk.replay_journal(lines, check_every=0)
 
 
-def test_another_binding_window_is_a_difference_of_the_header() -> None:
-    """C6.5: with other windows other ids are bound."""
-    lines = altered(short_run(), 0, window_pages=2)
-
-    assert pk.replay_journal(lines).difference == pk.JournalDifference(0, "header", "window_pages", 2, 64)
-
-
 # ---- what is no journal ----------------------------------------------------------------------------
-
-
-def test_a_line_that_a_crash_cut_off_is_reported() -> None:
-    """The lines before it are repeated."""
-    lines = short_run()
-    lines[-1] = lines[-1][:40]
-
-    assert pk.replay_journal(lines) == pk.ReplayReport(5, is_truncated=True, difference=None)
 
 
 @pytest.mark.parametrize(("number", "text"), [
@@ -425,24 +406,37 @@ def test_a_configuration_of_another_form_is_refused(given: dict[str, object]) ->
 # ---- where it is written ---------------------------------------------------------------------------
 
 
-class FullDisk(io.StringIO):
-    """Takes so many lines, and then half of one."""
+class TornFile(io.StringIO):
+    """Takes so many lines, then half of one with an error, and then everything again."""
 
-    def __init__(self, lines: int) -> None:
+    def __init__(self, lines: int, error: BaseException) -> None:
         super().__init__()
-        self.left = lines
+        self.left, self.error = lines, error
 
     def write(self, text: str, /) -> int:
         self.left -= 1
-        if self.left < 0:
+        if self.left == -1:
             super().write(text[: len(text) // 2])
-            raise OSError(28, "no space left")
+            raise self.error
         return super().write(text)
+
+
+def test_an_interrupt_inside_a_line_ends_the_journal() -> None:
+    """C12.4: no further line follows half a line, and what is whole repeats."""
+    file = TornFile(1, KeyboardInterrupt())
+    ledger = recorded_in(Journal(file))
+    with pytest.raises(KeyboardInterrupt):
+        ledger.try_activate(ActivationTarget(10, 0))
+    half = file.getvalue()
+    ledger.try_activate(ActivationTarget(10, 0))
+
+    assert half == file.getvalue()
+    assert pk.replay_journal(lines_of(file)).is_truncated
 
 
 def test_a_line_that_cannot_be_written_ends_the_journal_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
     """The operation is valid and answered; the log says so at once, `close` raises, and what is there repeats."""
-    file = FullDisk(3)
+    file = TornFile(3, OSError(28, "no space left"))
     journal = Journal(file)
     ledger = recorded_in(journal)
     with caplog.at_level(logging.ERROR, logger="pagedkv"):
@@ -470,15 +464,11 @@ def test_every_line_is_flushed(tmp_path: Path) -> None:
 
 
 def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    """C12.4: a folder that is not there, or an object that is no file."""
+    """C12.4: an absent folder, an object that is no file, a path that another open journal writes."""
     with pytest.raises(pk.MisuseError, match="a journal was refused"):
         Journal(tmp_path / "absent" / "run.jsonl")
     with pytest.raises(pk.MisuseError, match="a path or an open text file"):
         Journal(17)  # type: ignore[arg-type]
-
-
-def test_two_journals_cannot_write_one_file(tmp_path: Path) -> None:
-    """C12.4: the second is refused and the lines of the first stay; after its close the path is free again."""
     path = tmp_path / "run.jsonl"
     first = Journal(path)
     first.write({"line": 1})
@@ -489,26 +479,3 @@ def test_two_journals_cannot_write_one_file(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == '{"line":1}\n'
     Journal(path).close()
     assert not path.read_text(encoding="utf-8")
-
-
-class InterruptedSink(io.StringIO):
-    """A file in which the second line is interrupted after half of it."""
-
-    def write(self, text: str) -> int:
-        if self.getvalue().count("\n") == 1 and self.getvalue().endswith("\n"):
-            super().write(text[: len(text) // 2])
-            raise KeyboardInterrupt
-        return super().write(text)
-
-
-def test_an_interrupt_inside_a_line_ends_the_journal() -> None:
-    """C12.4: no further line follows half a line, and what is whole repeats."""
-    file = InterruptedSink()
-    ledger = recorded_in(Journal(file))
-    with pytest.raises(KeyboardInterrupt):
-        ledger.try_activate(ActivationTarget(10, 0))
-    half = file.getvalue()
-    ledger.try_activate(ActivationTarget(10, 0))
-
-    assert half == file.getvalue()
-    assert pk.replay_journal(lines_of(file)).is_truncated

@@ -227,15 +227,6 @@ def test_a_unit_ends_exactly_once_and_in_its_own_store() -> None:
 # ---- abort ---------------------------------------------------------------------------------------------------
 
 
-def test_an_abort_at_a_boundary_ends_at_once() -> None:
-    """As finish does.  (C12.4)"""
-    ledger, (sequence,) = several()
-    write(ledger, sequence, 70)
-
-    assert ledger.abort(sequence) is True
-    assert counts(ledger) == (0, 0, 8)
-
-
 @pytest.mark.parametrize("ends_by", ["commit", "fail"])
 def test_an_abort_in_flight_takes_effect_at_the_boundary(ends_by: str) -> None:
     """Nothing moves before; then pages and row are free, the handle is stale, and the abort is forgotten.  (C12.4)"""
@@ -262,7 +253,7 @@ def test_an_abort_in_flight_takes_effect_at_the_boundary(ends_by: str) -> None:
 
 
 def test_an_abort_waits_for_the_unit_of_its_own_row() -> None:
-    """Another unit that ends first does not end it.  (C12.4)"""
+    """Another unit that ends first does not end it; at a boundary an abort ends at once, as finish does.  (C12.4)"""
     ledger, sequences = several(2)
     units = [begin(ledger, sequence, 1)[0] for sequence in sequences]
     ledger.abort(sequences[0])
@@ -271,3 +262,5 @@ def test_an_abort_waits_for_the_unit_of_its_own_row() -> None:
     assert len(ledger.sequences.active_rows()) == 2
     ledger.commit_unit(units[0], {"main": 1})
     assert ledger.sequences.active_rows() == [sequences[1].row]
+    assert ledger.abort(sequences[1]) is True
+    assert counts(ledger) == (0, 0, 8)
