@@ -312,11 +312,12 @@ def test_a_target_and_a_source_are_what_they_say(bad: object) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "clause"), [
-    ((1, 0, None, 64), "C10.7"), ((1, 0, None, None, False), "C10.7"), ((0, 0), "C9.2"), ((0, 1), "C9.2"),
+    ((1, 0, None, 64), "C10.7"), ((1, 0, None, None, False), "C10.7"),
+    *((tokens, "C9.2") for tokens in ((0, 0), (0, 1), (-1, 5), (1, -1), (1.0, 1), (1, True), ("1", 1))),
     *(((1, 0, Continuation(1, 1), None, keep_source), "C10.7") for keep_source in (None, 0, 1, "no")),
 ])
 def test_a_target_says_what_it_means(arguments: Any, clause: str) -> None:
-    """Without a source no frontier, no Move and a prompt token; with one, True or False decides.  (C10.7, C9.2)"""
+    """Token counts; without a source a prompt, no frontier and no Move; `keep_source` is a bool.  (C10.7, C9.2)"""
     with refused(MisuseError, clause):
         ActivationTarget(*arguments)
 

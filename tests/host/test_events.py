@@ -84,8 +84,13 @@ def test_terminal_settlement_is_told_as_trim_then_release(retains: bool) -> None
         picture.compare(ledger)
 
 
-def test_a_fork_materializes_its_tail_and_publishes_its_membership() -> None:
-    """C10.3, C10.5: two shared pages and a copied tail; finishing it gives its tail back, and releasing the rest."""
+@pytest.mark.parametrize("released", [
+    [("fork", 2, (3,)), ("source", 0, (0, 1, 2))], [("source", 2, (2,)), ("fork", 0, (0, 1, 3))],
+])
+def test_a_fork_publishes_its_membership_and_shared_pages_go_with_their_last_reference(
+    released: list[tuple[str, int, tuple[int, ...]]]
+) -> None:
+    """C9.8, C10.3, C10.5: two shared pages and a copied tail; whoever ends first gives up its own tail alone."""
     ledger = make_ledger()
     picture = watched(ledger)
     kept = retained_in(ledger, 150)
@@ -93,25 +98,13 @@ def test_a_fork_materializes_its_tail_and_publishes_its_membership() -> None:
     fork = went_on(ledger, kept)
 
     assert delivered(ledger, picture) == [("materialize", fork.row, 2, (3,)), ("publish", fork.row, 0, (0, 1, 3))]
-    ledger.finish(fork)
-    assert delivered(ledger, picture) == [("release", fork.row, 2, (3,))]
-    ledger.release(kept)
-    assert delivered(ledger, picture) == [("release", None, 0, (0, 1, 2))]
-    picture.compare(ledger)
-
-
-def test_a_shared_page_is_released_with_its_last_reference_only() -> None:
-    """C9.8: the continuation goes first; what the fork still holds goes with the fork, shared pages before its own."""
-    ledger = make_ledger()
-    picture = watched(ledger)
-    kept = retained_in(ledger, 150)
-    fork = went_on(ledger, kept)
-    delivered(ledger, picture)
-
-    ledger.release(kept)
-    assert delivered(ledger, picture) == [("release", None, 2, (2,))]
-    ledger.finish(fork)
-    assert delivered(ledger, picture) == [("release", fork.row, 0, (0, 1, 3))]
+    for holder, first_block, page_ids in released:
+        if holder == "fork":
+            ledger.finish(fork)
+        else:
+            ledger.release(kept)
+        row = fork.row if holder == "fork" else None
+        assert delivered(ledger, picture) == [("release", row, first_block, page_ids)]
     picture.compare(ledger)
 
 

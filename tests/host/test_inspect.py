@@ -27,15 +27,6 @@ def write(store: pk.Store, sequence: pk.Sequence, tokens: int) -> None:
     store.commit(unit)
 
 
-def test_two_inspections_of_the_same_state_do_not_differ(store: pk.Store) -> None:
-    """A refusal can be proved to have changed nothing."""
-    write(store, store.activate(prompt_tokens=100, output_tokens=0), 100)
-    before = store.inspect()
-    assert isinstance(store.try_activate(prompt_tokens=257, output_tokens=0), pk.Refusal)
-
-    assert [] == store.inspect().differences(before)
-
-
 def test_every_value_that_moved_is_named(store: pk.Store) -> None:
     """With what it was and what it is."""
     sequence = store.activate(prompt_tokens=100, output_tokens=0)
@@ -98,8 +89,10 @@ def test_an_inspection_is_a_copy(store: pk.Store) -> None:
 
 
 def test_what_a_free_descriptor_was_is_not_shown(store: pk.Store) -> None:
-    """State, not history: an activation that ends leaves nothing, although serials have moved on."""
+    """State, not history: neither a refusal nor an activation that ends leaves anything, although serials moved on."""
     before = store.inspect()
+    assert isinstance(store.try_activate(prompt_tokens=257, output_tokens=0), pk.Refusal)
+    assert [] == store.inspect().differences(before)
     sequence = store.activate(prompt_tokens=100, output_tokens=0)
     write(store, sequence, 100)
     store.finish(sequence)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,39 +80,23 @@ def plan_of(store: pk.Store) -> pk.CapacityPlan:
     return store.plan
 
 
-class Vector(NamedTuple):
-    free_bytes: int
-    headroom_bytes: int
-    least: int
-    most: int
-
-
 # ---- the line -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("asked", "pages", "tokens", "reserved_bytes", "slack"), [
-    (Vector(1360, 50, 2, 6), 4, 256, 1256, 104),  # automatic
-    (Vector(10_000, 50, 2, 6), 6, 384, 1512, 8488),  # clamped to M_max
-    (Vector(1200, 0, 3, 3), 3, 192, 1128, 72),  # explicit, 129 tokens
-    (Vector(1050, 50, 2, 6), 2, 128, 1000, 50),  # just M_min
+@pytest.mark.parametrize(("free_bytes", "headroom_bytes", "least", "most", "pages", "reserved_bytes"), [
+    (1360, 50, 2, 6, 4, 1256),  # automatic
+    (10_000, 50, 2, 6, 6, 1512),  # clamped to M_max
+    (1200, 0, 3, 3, 3, 1128),  # explicit, 129 tokens
+    (1050, 50, 2, 6, 2, 1000),  # just M_min
+    *((free, 50, 2, 6, None, 0) for free in (1049, 49, 0)),  # F - R < B_min, F < R
+    (1127, 0, 3, 3, None, 0), (1255, 0, 4, 6, None, 0),  # F below an explicit B(M), F below min_tokens
 ])
 def test_pages_are_what_free_memory_above_headroom_holds(
-    asked: Vector, pages: int, tokens: int, reserved_bytes: int, slack: int
+    free_bytes: int, headroom_bytes: int, least: int, most: int, pages: int | None, reserved_bytes: int
 ) -> None:
-    """M = min(M_max, M_min + floor((F - R - B_min) / B_step)).  (C5.2, C5.3)"""
-    budget = asked.free_bytes - asked.headroom_bytes
-    chosen = VECTORS.choose(budget_bytes=budget, least=asked.least, most=asked.most)
+    """M = min(M_max, M_min + floor((F - R - B_min) / B_step)), or no answer.  (C5.2, C5.3, S77)"""
+    chosen = VECTORS.choose(budget_bytes=free_bytes - headroom_bytes, least=least, most=most)
 
     assert chosen == pages
-    assert (pages * 64, VECTORS.bytes_at(pages)) == (tokens, reserved_bytes)
-    assert asked.free_bytes - VECTORS.bytes_at(pages) == slack
-
-
-@pytest.mark.parametrize("asked", [Vector(1049, 50, 2, 6), Vector(1127, 0, 3, 3), Vector(49, 50, 2, 6),
-                                   Vector(0, 0, 2, 6), Vector(1255, 0, 4, 6)])  # fmt: skip
-def test_too_little_memory_is_no_answer_never_fewer_or_negative_pages(asked: Vector) -> None:
-    """F < R, F - R < B_min, F below an explicit B(M), F below min_tokens.  (C5.3, S77)"""
-    budget = asked.free_bytes - asked.headroom_bytes
-
-    assert VECTORS.choose(budget_bytes=budget, least=asked.least, most=asked.most) is None
+    assert chosen is None or VECTORS.bytes_at(chosen) == reserved_bytes
 
 
 def test_slack_stays_between_headroom_and_headroom_plus_a_step() -> None:
@@ -295,19 +279,14 @@ def test_every_hint_of_a_refusal_makes_the_plan_fit_and_asks_no_more_than_it_mus
             plan(*changed(config, hint, free_bytes, by=1))
 
 
-def test_advice_finds_what_fits_to_the_byte() -> None:
-    """Exactly the reservation of a shorter context is enough for it; one byte less is not.  (C5.3)"""
+def test_advice_finds_what_fits_to_the_byte_and_keeps_min_tokens() -> None:
+    """The reservation of a shorter context is enough for it, unless it could not use the least tokens.  (C5.1, C5.3)"""
     config = auto_config(max_context=256, max_concurrency=3)
     shorter = capacity_curve(dataclasses.replace(config, max_context=192)).b_min
 
     assert "lower max_context to 192" in advice(config, shorter)
     assert "lower max_context to 192" not in advice(config, shorter - 1)
-
-
-def test_advice_keeps_min_tokens() -> None:
-    """A shorter context would fit, but could not use so many tokens: only memory helps.  (C5.1, C5.3)"""
     config = auto_config(max_context=256, max_concurrency=1, min_tokens=256)
-
     assert advice(config, capacity_curve(config).b_min - 1) == ["free 1 bytes"]
 
 
@@ -374,10 +353,12 @@ def test_sanitizer_mode_allocates_the_guard_page_and_points_fresh_tables_at_it(m
 
 
 # ---- resolved when the store opens --------------------------------------------------------------------
-def test_a_store_is_built_from_a_resolved_configuration_only(metered: MeteredDevice) -> None:
-    """`open_store` resolves; the constructor does not guess.  (C5.3)"""
+def test_a_store_is_built_from_a_resolved_configuration_and_without_a_host_arena(metered: MeteredDevice) -> None:
+    """`open_store` resolves, the constructor does not guess; no host tier uses an arena yet.  (C5.3, C5.7)"""
     with refused(pk.ConfigError, "C5.3", match="open_store"):
         Store(auto_config(), metered)
+    with refused(pk.ConfigError, "C5.7"):
+        pk.open_store(dataclasses.replace(make_config(), host_arena_bytes=1), device=metered)
 
 
 def test_memory_is_asked_for_after_the_caches_of_this_process_were_emptied() -> None:
@@ -471,7 +452,7 @@ def test_a_capacity_below_the_maximum_is_a_visible_state(
 
 # ---- host ---------------------------------------------------------------------------------------------
 def test_the_host_arena_is_charged_by_packed_bytes() -> None:
-    """Each plane's payload rounded up to 256: scale pages of 384 bytes take 512 alone and 768 in pairs.  (C5.7)"""
+    """Payloads rounded up to 256: scale pages of 384 bytes take 512 alone, 768 in pairs; no device byte.  (C5.7)"""
     config = auto_config(geometry=pk.KVGeometry(1, 3, 3, 64), profile="int8-g64", max_concurrency=4,
                          host_arena_bytes=100_000)
     (main,) = config.pools_at(4)
@@ -481,17 +462,4 @@ def test_the_host_arena_is_charged_by_packed_bytes() -> None:
     assert [main.packed_bytes(pages) for pages in (0, 1, 2)] == [0, 25_600, 50_688]
     assert planned.host_pages == {"main": 3}
     assert main.packed_bytes(3) <= 100_000 < main.packed_bytes(4)
-
-
-def test_the_host_arena_takes_no_device_byte() -> None:
-    """Host capacity never raises active entitlement, and costs no page.  (C5.7)"""
-    plain = auto_config(max_concurrency=4)
-    with_arena = dataclasses.replace(plain, host_arena_bytes=1 << 30)
-
-    assert capacity_curve(with_arena) == capacity_curve(plain)
-
-
-def test_a_host_arena_without_a_host_tier_is_refused_and_not_ignored(metered: MeteredDevice) -> None:
-    """No host tier uses the arena yet.  (C5.7)"""
-    with refused(pk.ConfigError, "C5.7"):
-        pk.open_store(dataclasses.replace(make_config(), host_arena_bytes=1), device=metered)
+    assert capacity_curve(config) == capacity_curve(dataclasses.replace(config, host_arena_bytes=0))

@@ -59,16 +59,12 @@ def test_the_conservation_law_holds_through_a_whole_life() -> None:
 
 
 def test_bound_ids_stay_reserved() -> None:
-    """Binding names ids and takes nothing from anyone.  (C6.5)"""
+    """Binding names ids, next to the caller's last one if it can, and takes nothing from anyone.  (C3.6, C6.5)"""
     pool = pool_with(capacity=4, promised=3)
 
     assert pool.bind(2).tolist() == [0, 1]
     assert (state(pool), pool.bound, pool.promised) == ((0, 3, 1), 2, 1)
     assert runs_of(pool.free_runs) == [(2, 4)]
-
-
-def test_binding_continues_the_id_it_is_told() -> None:
-    """Ids next to the caller's last one are preferred.  (C3.6, C6.5)"""
     assert pool_with(capacity=8, promised=3).bind(3, after=3).tolist() == [4, 5, 6]
 
 
@@ -84,9 +80,11 @@ def test_binding_continues_the_id_it_is_told() -> None:
     (lambda pool: pool.release(ids(0), leased=2), "2 released of 1 leases"),
     (lambda pool: pool.release(ids(0), leased=-1), "-1 released"),
     (lambda pool: pool.unbind(ids(0, 1)), "2 released of 1 bound"),
+    (lambda pool: try_reserve_bundle([(pool, 1), (pool, 1)]), "names each pool once"),
+    (lambda pool: try_reserve_bundle([]), "names each pool once"),
 ])
 def test_no_page_leaves_a_state_that_it_did_not_enter(act: Callable[[PagePool], object], message: str) -> None:
-    """One leased, one bound and one promised page: two of a kind, or -1, change nothing.  (C6.2, S30, S35)"""
+    """One leased, one bound and one promised page: two of a kind, or -1, change nothing.  (C6.2, C6.3, S30, S35)"""
     pool = pool_with(capacity=4, leased=1, bound=1, promised=1)
 
     with broken(pool, match=message):
@@ -189,12 +187,3 @@ def test_a_bundle_reserves_in_every_pool_or_in_none(main_pages: int, draft_pages
         assert (state(main), state(draft)) == ((0, 3, 1), (0, 2, 0))
     else:
         assert_unchanged(before, (main, draft))
-
-
-def test_a_bundle_names_each_pool_once() -> None:
-    """The same pool twice could promise a page twice; no pool at all is no bundle.  (C6.3)"""
-    main = PagePool("main", 4)
-    requests: list[list[tuple[PagePool, int]]] = [[(main, 1), (main, 1)], []]
-    for request in requests:
-        with broken(main, match="names each pool once"):
-            try_reserve_bundle(request)

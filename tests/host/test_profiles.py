@@ -22,9 +22,11 @@ SUPPORTED = [(name, head_dim) for name in NAMES for head_dim in supported_head_d
 
 
 def test_the_set_is_closed() -> None:
-    """Five profiles, in the order of the table.  (C4.1)"""
+    """Five profiles, in the order of the table, which resolve to themselves and print as their names.  (C4.1)"""
     assert tuple(PROFILES) == NAMES
     assert [profile.name for profile in PROFILES.values()] == list(NAMES)
+    assert [resolve_profile(profile) is profile for profile in PROFILES.values()] == [True] * 5
+    assert [str(profile) for profile in PROFILES.values()] == list(NAMES)
 
 
 @pytest.mark.parametrize(("name", "key_bytes", "value_bytes", "bytes_at_64", "bytes_at_128"), [
@@ -85,12 +87,6 @@ def test_the_last_dim_of_a_row_has_its_own_code_and_scale(name: str, head_dim: i
 def test_aliases_name_the_same_profile(alias: str, name: str) -> None:
     """Aliases are accepted on input, in any letter case.  (C0)"""
     assert resolve_profile(alias) is PROFILES[name]
-
-
-def test_a_profile_resolves_to_itself() -> None:
-    """The members of the set pass, and print as their names.  (C4.1)"""
-    assert [resolve_profile(profile) is profile for profile in PROFILES.values()] == [True] * 5
-    assert [str(profile) for profile in PROFILES.values()] == list(NAMES)
 
 
 def test_only_quantized_profiles_have_scales_and_only_fp8_and_fp4_keys_are_rotated() -> None:

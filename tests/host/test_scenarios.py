@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from pagedkv.errors import ConfigError, MisuseError
@@ -17,7 +16,7 @@ from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import Refusal
 from pagedkv.values.config import Backend, MTPBackend
 from tests.host.builders import activate, begin, counts, frontier, make_ledger, mapped, refuse, trim, write
-from tests.host.refusals import broken, refused, snapshot
+from tests.host.refusals import refused, snapshot
 from tests.host.sharing import DRAFT, MTP
 
 
@@ -157,23 +156,6 @@ def test_s80_every_request_within_the_context_fits_an_empty_pool() -> None:
 
 
 # ---- leaks, double frees, drift --------------------------------------------------------------------
-
-
-def test_s25_a_page_released_twice_is_refused_and_ids_stay_distinct() -> None:
-    """S25: [4, 4], and [4] from two holders; then everything is allocated: all ids are distinct.  (C6.1)"""
-    ledger = make_ledger(max_context=512)
-    sequence = activate(ledger, 512, written=512)
-    pool = ledger.active["main"].pool
-    assert 4 in mapped(ledger, sequence)
-
-    with broken(ledger, match="not distinct"):
-        pool.release(np.array([4, 4], np.int32), leased=2)
-    ledger.finish(sequence)
-    with broken(ledger, match="released of 0 leases"):
-        pool.release(np.array([4], np.int32), leased=1)
-    sequences = [activate(ledger, 512) for _ in range(2)]
-    write(ledger, sequences, 512)
-    assert sorted(page_id for held in sequences for page_id in mapped(ledger, held)) == list(range(16))
 
 
 @pytest.mark.parametrize(("steps", "drafts"), [

@@ -110,7 +110,7 @@ def test_pinned_pages_are_neither_released_nor_trimmed(block: int) -> None:
 
 
 def test_pins_add_up_and_never_go_below_zero() -> None:
-    """S35: an unpin too many changes nothing; free pages cannot be pinned."""
+    """C7.4, S35: an unpin too many changes nothing; free pages cannot be pinned, and no transfer of them is open."""
     pages = held_pages(4)
     pages.pin(ids(0, 1))
     pages.pin(ids(1))
@@ -121,6 +121,9 @@ def test_pins_add_up_and_never_go_below_zero() -> None:
     empty = LogicalPages(4)
     with broken(empty, match="pinning pages that nobody holds"):
         empty.pin(ids(0))
+    transfers = Transfers()
+    with broken(empty, transfers, match="pinning pages that nobody holds"):
+        plan(transfers, empty)
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -223,11 +226,3 @@ def test_plans_that_make_no_sense_are_refused_and_pin_nothing(
     with refused(MisuseError, clause, pages, transfers):
         transfers.plan(direction, "main", pages, ids(*range(sources.size)), sources, destinations,
                        host_pages=host_pages)
-
-
-def test_a_page_that_nobody_holds_is_not_planned() -> None:
-    """C7.4: the precondition of a pin; no transfer is open then."""
-    pages, transfers = LogicalPages(4), Transfers()
-
-    with broken(pages, transfers, match="pinning pages that nobody holds"):
-        plan(transfers, pages)
