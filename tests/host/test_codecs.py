@@ -116,6 +116,7 @@ EDGES: dict[str, tuple[Side, list[float], list[int], list[int]]] = {
     "every e2m1 magnitude": (FP4, MAGNITUDES + [-m for m in MAGNITUDES], [0x38, 0, 0, 0], list(range(16))),
     "every e2m1 tie": (FP4, [6.0, *TIES, -6.0, *(-tie for tie in TIES)], [0x38, 0, 0, 0], TIE_CODES),
     "beside every e2m1 tie": (FP4, [6.0, *TO_ODD], [0x38, 0, 0, 0], [7, 1, 1, 3, 3, 5, 5, 7]),
+    "beside 3072, fp4": (FP4, [3072.0, -3072.0, 672.0], [0x7E, 0, 0, 0], [7, 15, 3]),  # a quarter of 448 * 6
     "fp8 floor": (FP8, [2.0**-149, -(2.0**-149), 448 * 2.0**-25], [1], [0, 0x80, 0x76]),
     "fp8 top": (FP8, [FP8_LIMIT, -FP8_LIMIT], [0x7BFF], [0x7E, 0xFE]),
     "fp8 beyond": (FP8, [next_up(FP8_LIMIT), -16 * FP8_LIMIT, FP8_LIMIT / 2, -1.0], [0x7BFF], [0x7E, 0xFE, 0x76, 0x80]),
@@ -159,13 +160,6 @@ def test_an_edge_has_these_bytes(name: str) -> None:
     assert scales == scales_of(side, scale)
     assert codes == codes_of(side, code)[: len(codes)]
     assert COUNTED.get(name, counts) == counts
-
-
-def test_values_behind_a_saturated_largest_keep_their_code() -> None:
-    """672 beside 3072 is a quarter of what the largest scale reaches.  (codecs 8)"""
-    code, _, _ = encoded(FP4, row_of([3072.0, -3072.0, 672.0]))
-
-    assert [0x7, 0xF, 0x3] == nibbles(code)[:3]
 
 
 def test_every_tie_under_every_scale_is_a_true_division() -> None:

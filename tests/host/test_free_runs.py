@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,11 +106,15 @@ def test_more_ids_than_are_free_is_an_internal_error() -> None:
 
 
 @pytest.mark.parametrize("given", [[], [2], [5, 2], [2, 3, 7]])
-def test_any_number_of_ids_is_given_back_as_an_index(given: list[int]) -> None:
-    """An index that is no run is int64: none, one and several of its ids come back.  (C3.6)"""
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_any_number_of_ids_is_given_back_in_any_form(given: list[int], dtype: type[np.signedinteger[Any]]) -> None:
+    """An array of ids or an index: none, one and several come back; a slice of one id too.  (C3.6, C9.8)"""
     runs = with_free(8, [])
+    runs.give(slice(4, 5))
+    assert runs_of(runs) == [(4, 5)]
+    assert runs.take(1).tolist() == [4]
 
-    runs.give(np.array(given, np.int64))
+    runs.give(np.array(given, dtype))
 
     assert sorted(given) == np.flatnonzero(runs.mask()).tolist()
     assert runs.id_count == len(given)
@@ -138,14 +143,3 @@ def test_runs_agree_with_a_plain_set_through_random_use(seed: int) -> None:
             assert runs.mask().tolist() == expected
             assert runs.id_count == len(free)
             assert all(end < start for (_, end), (start, _) in zip(runs_of(runs), runs_of(runs)[1:], strict=False))
-
-
-def test_one_id_is_given_back_whatever_form_it_has() -> None:
-    """An index of one id that is no slice, as the release of a page that others no longer hold makes.  (C9.8)"""
-    runs = FreeRuns(8)
-    runs.take(8)
-    runs.give(np.array([5], np.int64))
-    runs.give(np.array([2], np.int32))
-    runs.give(slice(7, 8))
-
-    assert runs_of(runs) == [(2, 3), (5, 6), (7, 8)]
