@@ -33,45 +33,33 @@ def available(store: pk.Store) -> int:
     return store.memory_summary()["main"]["available_pages"]
 
 
-def test_59_a_long_output_in_a_tight_pool_ends_with_length_and_the_right_tokens() -> None:
-    """59: a budget of 20,000 tokens, 7 pages: admitted with growth only; its tokens begin those of the unbounded run.
+@pytest.mark.parametrize(("pages", "held", "prompts", "output_tokens", "needed"), [
+    (320, 313, [prompt(60, 1)], 20_000, 314), (16, 1, [prompt(100, 1), prompt(30, 2)], 900, 16),
+], ids=["59", "60"])
+def test_59_60_long_outputs_in_a_tight_pool_end_with_length_and_the_right_tokens(
+    pages: int, held: int, prompts: list[list[int]], output_tokens: int, needed: int
+) -> None:
+    """59, 60: admitted with growth only.  One lane takes all that another sequence leaves; two extend in turn.
 
-    Another sequence holds 313 of 320 pages.  The other 7 cover 448 tokens; the last sampled token is never written.
+    Each ends with "length", its tokens as if it were alone; the token that was sampled last is never written.
     """
-    ids = prompt(60, 1)
-    with opened(growth=False) as store:
-        store.activate(prompt_tokens=313 * 64, output_tokens=0)
-        refusal = store.try_activate(prompt_tokens=len(ids), output_tokens=20_000)
-        assert refusal == pk.Refusal("main", 314, 7, forever=False)
-    with opened(growth=True) as store:
-        store.activate(prompt_tokens=313 * 64, output_tokens=0)
+    with opened(growth=False, max_context=pages * 64) as store:
+        store.activate(prompt_tokens=held * 64, output_tokens=0)
+        refusal = store.try_activate(prompt_tokens=len(prompts[0]), output_tokens=output_tokens)
+        assert refusal == pk.Refusal("main", needed, pages - held, forever=False)
+    with opened(growth=True, max_context=pages * 64, concurrency=3) as store:
+        store.activate(prompt_tokens=held * 64, output_tokens=0)
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = prefilled(loop, ids, 20_000)
-        [text] = decode_all(loop, [sequence], after_step=store.check)
-
-        assert loop.finish_reason(sequence) == "length"
-        assert store.committed_tokens(sequence) == 448
-        assert len(text) == 448 - 60 + 1
-        assert available(store) == 0
-        assert loop.step([sequence]) == {}
-        store.finish(sequence)
-        assert available(store) == 7
-    assert text == unbounded(ids, len(text))
-
-
-def test_60_two_lanes_extend_in_turn_and_end_apart() -> None:
-    """60: both grow until the 16 pages are used; each ends with "length", its tokens as if it were alone."""
-    prompts = [prompt(100, 1), prompt(30, 2)]
-    with opened(growth=True, max_context=1024) as store:
-        loop = DecodeLoop(store, ToyModel(store))
-        lanes = [prefilled(loop, ids, 900) for ids in prompts]
+        lanes = [prefilled(loop, ids, output_tokens) for ids in prompts]
         texts = decode_all(loop, lanes, after_step=store.check)
 
-        assert [loop.finish_reason(lane) for lane in lanes] == ["length", "length"]
-        assert sum(store.committed_tokens(lane) for lane in lanes) == 1024
-        assert [len(text) for text in texts] == [
-            store.committed_tokens(lane) - len(ids) + 1 for lane, ids in zip(lanes, prompts, strict=True)
-        ]
+        committed = [store.committed_tokens(lane) for lane in lanes]
+        assert {loop.finish_reason(lane) for lane in lanes} == {"length"}
+        assert (sum(committed), available(store), loop.step(lanes)) == ((pages - held) * 64, 0, {})
+        assert [len(ids) + len(text) - 1 for ids, text in zip(prompts, texts, strict=True)] == committed
+        for lane in lanes:
+            store.finish(lane)
+        assert available(store) == pages - held
     assert texts == [unbounded(ids, len(text)) for ids, text in zip(prompts, texts, strict=True)]
 
 

@@ -61,8 +61,11 @@ def unshared(weights: LlamaWeights, profile: str, turns: list[tuple[list[int], i
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_forks_of_forks_say_what_unshared_runs_say(weights: LlamaWeights, text: list[int], profile: str) -> None:
-    """S39, C10.5: one prompt of 100 tokens, four suffixes, and child 2 forked again at an unaligned frontier."""
+def test_forks_and_a_snapshot_say_what_unshared_runs_say(weights: LlamaWeights, text: list[int], profile: str) -> None:
+    """S39, C10.5, C10.6: one prompt of 100 tokens, four suffixes, and child 2 forked again at an unaligned frontier.
+
+    The snapshot was taken while child 2 ran on; resumed when that child has ended, it goes the same way, past a page.
+    """
     prompt, suffixes = text[:100], [text[200 + 9 * i : 205 + 9 * i] for i in range(4)]
     again = text[400:403]
     with a_loop(weights, profile) as (store, loop):
@@ -77,34 +80,21 @@ def test_forks_of_forks_say_what_unshared_runs_say(weights: LlamaWeights, text: 
         checkpoint = store.snapshot(children[2], state=loop.last_token(children[2]))
         grandchild = store.activate(source=checkpoint, prompt_tokens=len(again) + 1, output_tokens=30)
         loop.prefill(grandchild, [loop.last_token(children[2]), *again])
-        more = decode(loop, [*children, grandchild], 12)
+        more = decode(loop, [*children, grandchild], 16)
         store.check()
         got = [Said(said[child] + more[child], cache_digest(store, child)) for child in children]
         got_again = Said(said[children[2]] + more[grandchild], cache_digest(store, grandchild))
-
-    assert got == [unshared(weights, profile, [(prompt + suffix, 24)]) for suffix in suffixes]
-    assert got_again == unshared(weights, profile, [(prompt + suffixes[2], 12), (again, 12)])
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_a_snapshot_resumed_later_says_what_its_run_said(weights: LlamaWeights, text: list[int], profile: str) -> None:
-    """C10.6: taken at an unaligned frontier while the sequence runs on; both go the same way."""
-    prompt = text[500:590]
-    with a_loop(weights, profile) as (store, loop):
-        sequence = prefilled(loop, prompt, 60)
-        first = decode(loop, [sequence], 15)[sequence]
-        checkpoint = store.snapshot(sequence, state=loop.last_token(sequence))
-        rest = decode(loop, [sequence], 30)[sequence]
-        run = Said(first + rest, cache_digest(store, sequence))
-        loop.forget(sequence)
-        store.finish(sequence)
+        loop.forget(children[2])
+        store.finish(children[2])
         state = store.state_of(checkpoint)
         assert isinstance(state, int)
         resumed = store.activate(source=checkpoint, prompt_tokens=1, output_tokens=40)
         loop.resume(resumed, state)
-        again = Said(first + decode(loop, [resumed], 30)[resumed], cache_digest(store, resumed))
+        tokens = said[children[2]] + decode(loop, [resumed], 16)[resumed]
+        assert Said(tokens, cache_digest(store, resumed)) == got[2]
 
-    assert run == again == unshared(weights, profile, [(prompt, 45)])
+    assert got == [unshared(weights, profile, [(prompt + suffix, 28)]) for suffix in suffixes]
+    assert got_again == unshared(weights, profile, [(prompt + suffixes[2], 12), (again, 16)])
 
 
 @pytest.mark.parametrize("profile", PROFILES)

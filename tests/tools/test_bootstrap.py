@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -72,27 +73,21 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def test_an_environment_is_made_once_and_extended(machine: Machine) -> None:
-    """More extras are added to those that it has; fewer, and the same, install nothing.  Its files stay."""
+def test_an_environment_is_made_once_and_extended(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More extras are added, fewer install nothing, a changed project file installs all again.  Its files stay."""
     assert machine.provide(RUN) == [".venv", "[cpu,model]", bootstrap.MODEL_PACKAGE]
     (machine.environment / "of mine").touch()
 
     assert machine.provide(RUN) == []
     assert machine.provide(TEST) == ["[cpu,model,test]", bootstrap.MODEL_PACKAGE]
+    monkeypatch.setattr(bootstrap, "contents_key", lambda: "of the project file after a change")
+    assert machine.provide(RUN) == ["[cpu,model,test]", bootstrap.MODEL_PACKAGE]
+    assert machine.provide(RUN) == []
     assert machine.provide(RUN, 13) == ["[cpu,cuda13,model,test]", bootstrap.MODEL_PACKAGE]
     assert machine.provide(TEST) == []
 
     assert (machine.environment / "of mine").exists()
     assert machine.state()["extras"] == ["cpu", "cuda13", "model", "test"]
-
-
-def test_a_changed_project_file_installs_everything_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into the same environment, and once."""
-    machine.provide(TEST)
-    monkeypatch.setattr(bootstrap, "contents_key", lambda: "of the project file after a change")
-
-    assert machine.provide(RUN) == ["[cpu,model,test]", bootstrap.MODEL_PACKAGE]
-    assert machine.provide(RUN) == []
 
 
 @pytest.mark.parametrize(("failing", "again"), [
@@ -188,28 +183,20 @@ def test_a_checkout_that_cannot_be_written_is_named(
     (FakeDriver(), 13, "a GPU, H200, with a driver for CUDA 13"),
     (FakeDriver(version=14000), 13, "a GPU, H200, with a driver for CUDA 14"),
 ])
-def test_the_driver_says_which_gpu_there_is(driver: FakeDriver | None, cuda: int, said: str) -> None:
-    """Newer drivers run what was built for CUDA 13."""
-    found = bootstrap.find_gpu(load_of(driver))
-
-    assert found[0] == cuda
-    assert said in found[1]
-
-
-@pytest.mark.parametrize("cuda", [12, 13])
-def test_the_cuda_extra_is_installed_where_a_gpu_is_found(
-    machine: Machine, cuda: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And stderr says what was found."""
+def test_the_driver_says_which_gpu_there_is_and_its_extra_is_installed(
+    machine: Machine, driver: FakeDriver | None, cuda: int, said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Newer drivers run what was built for CUDA 13; stderr says what was found."""
     find_gpu = bootstrap.find_gpu
-    load = load_of(FakeDriver(version=cuda * 1000))
-    monkeypatch.setattr(bootstrap, "find_gpu", lambda: find_gpu(load))
+    monkeypatch.setattr(bootstrap, "find_gpu", lambda: find_gpu(load_of(driver)))
     ran: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda path, command: ran.append(command))
     bootstrap.main(["run"])
 
-    assert machine.words() == [".venv", f"[cpu,cuda{cuda},model]", bootstrap.MODEL_PACKAGE]
-    assert f"bootstrap: found a GPU, H200, with a driver for CUDA {cuda}\n" in capsys.readouterr().err
+    extras = f"[cpu,cuda{cuda},model]" if cuda else "[cpu,model]"
+    assert machine.words() == [".venv", extras, bootstrap.MODEL_PACKAGE]
+    assert re.search(f"^bootstrap: found .*{re.escape(said)}", capsys.readouterr().err, re.MULTILINE)
     assert ran == [bootstrap.command_for("run", [])]
 
 
@@ -227,30 +214,25 @@ def test_one_build_of_cupy_is_installed(extras: set[str], cuda: int, found: set[
             bootstrap.add_cuda(extras, cuda)
 
 
-def test_run_without_arguments_decodes_three_prompts_in_one_batch(machine: Machine) -> None:
-    """The first is the one whose answer everybody knows; arguments take the place of the defaults."""
+def test_commands_without_arguments_are_the_ones_that_everybody_runs(machine: Machine) -> None:
+    """`run` decodes three prompts in one batch, the first one well known, and `test` is what CI runs.
+
+    Arguments take the place of the defaults.  The bootstrap, the project file and the tools name one version of the
+    weights.
+    """
     binaries = machine.environment / "bin"
     command = bootstrap.command_for("run", [])
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
 
     assert command[:2] == [str(binaries / "pagedkv"), "run"]
     assert command.count("--prompt") == 3
     assert "The capital of France is" in command
     assert bootstrap.command_for("run", ["--chat"]) == [str(binaries / "pagedkv"), "run", "--chat"]
     assert bootstrap.command_for("test", ["-x"]) == [str(binaries / "python"), "-m", "pytest", "-x"]
-
-
-def test_test_without_arguments_is_what_ci_runs() -> None:
-    """One command for everybody; every test is run with the same workers."""
-    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-
     assert bootstrap.TEST_ARGUMENTS == ("-n", "2", "--dist", "worksteal", "-m", "not long")
     assert "arguments=()  # the quick tests" in ci
     assert "  --full) arguments=(-n 2 --dist worksteal --device-seeds 50) ;;" in ci
     assert '"${PYTHON:-python3}" tools/bootstrap.py test "${arguments[@]}"' in ci
-
-
-def test_the_weights_are_the_same_everywhere() -> None:
-    """The bootstrap, the project file and the tools' remedies name one version."""
     for path in ("pyproject.toml", "tools/llama/weights.py"):
         assert f"--no-deps {bootstrap.MODEL_PACKAGE}" in (ROOT / path).read_text(encoding="utf-8"), path
 
