@@ -202,24 +202,6 @@ def test_a_write_through_an_entry_beyond_membership_is_caught(pooled: tuple[pk.S
     assert isinstance(store.evidence, pk.Corruption)
 
 
-def test_nothing_is_withdrawn_into_a_capture() -> None:
-    """C11.2: the copy would run at every replay; what would withdraw is refused before anything changes."""
-    with opened() as store:
-        sequence = written(store, 100)
-        batch = store.batch([sequence])
-        unit = store.begin_unit(store.batch([store.activate(prompt_tokens=1, output_tokens=0)]), 1)
-        store.device.begin_capture(store.stream)
-        for leave in (partial(store.finish, sequence), partial(store.abort, sequence), partial(store.trim, batch),
-                      partial(store.truncate, sequence, 0), partial(store.commit, unit), partial(store.fail, unit)):
-            with pytest.raises(pk.CaptureRefused, match="outside the capture"):
-                leave()
-
-        assert store.device.end_capture(store.stream).nodes == ()
-        assert store.committed_tokens(sequence) == 100
-        store.fail(unit)
-        store.check()
-
-
 def test_without_sanitizer_mode_there_is_no_call_for_it() -> None:
     """One copy per row that gained pages, and nothing when pages leave; with it, one launch per plane and one copy."""
     calls = {}

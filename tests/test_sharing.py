@@ -188,22 +188,24 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: i
     monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize("keep_source", [True, False])
-@pytest.mark.parametrize(("owner", "name", "number"), [
-    ("ops", "copy_columns", 1), ("ops", "copy_columns", 2), ("device", "copy", 1), ("device", "copy", 2),
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("change", "owner", "name"), [
+    ("fork", "ops", "copy_columns"), ("move", "ops", "copy_columns"), ("snapshot", "ops", "copy_columns"),
+    ("fork", "device", "copy"), ("move", "device", "copy"),
 ])
 @pytest.mark.parametrize("error", [Injected(), CRASH], ids=["error", "device fault"])
-def test_a_failure_on_the_device_leaves_no_trace_of_the_activation(
-    monkeypatch: pytest.MonkeyPatch, keep_source: bool, owner: str, name: str, number: int, error: Exception
+def test_a_failure_on_the_device_leaves_no_trace_of_the_activation_or_snapshot(
+    monkeypatch: pytest.MonkeyPatch, change: str, owner: str, name: str, number: int, error: Exception
 ) -> None:
-    """C10.2, C12.4: at each pool's copy, and at each row's publication; a device fault latches besides."""
+    """C10.2, C10.6, C12.4: at each pool's copy, and at each row's publication; a device fault latches besides."""
     with opened(backend=DRAFT, sanitizer=False) as store:
         saved = retained(store, of_two_pools(store))
         other = store.activate(source=saved, prompt_tokens=1, output_tokens=1)
         bytes_before = [rows_of(store, saved, pool) for pool in ("main", "draft")]
         before, ids_before = observables(store._ledger), (store.page_ids(saved), store.page_ids(other))
-        go_on = partial(store.activate, source=saved, frontier={"main": 100, "draft": 70}, keep_source=keep_source,
-                        prompt_tokens=9, output_tokens=9)
+        go_on = partial[Any](store.snapshot, other) if change == "snapshot" else partial[Any](
+            store.activate, source=saved, frontier={"main": 100, "draft": 70}, keep_source=change == "fork",
+            prompt_tokens=9, output_tokens=9)
         with monkeypatch.context() as patch:
             fail_at(patch, getattr(store, owner), name, number, error)
             with pytest.raises(type(error)):
@@ -218,40 +220,30 @@ def test_a_failure_on_the_device_leaves_no_trace_of_the_activation(
         assert ids_before == (store.page_ids(saved), store.page_ids(other))
         store.check()
         assert bytes_before == [rows_of(store, saved, pool) for pool in ("main", "draft")]
-        assert 100 == store.committed_tokens(go_on())
+        assert store.committed_tokens(go_on()) == (150 if change == "snapshot" else 100)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_failed_copy_leaves_no_trace_of_the_snapshot(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """C10.6: the first pool's tail, or the second's."""
-    with opened(backend=DRAFT, sanitizer=False) as store:
-        sequence = of_two_pools(store)
-        before = observables(store._ledger)
-        with monkeypatch.context() as patch:
-            fail_at(patch, store.ops, "copy_columns", number, Injected())
-            with pytest.raises(Injected):
-                store.snapshot(sequence)
-
-        assert differences(before, observables(store._ledger)) == []
-        store.check()
-        assert 150 == store.committed_tokens(store.snapshot(sequence))
-
-
-def test_nothing_is_copied_or_published_into_a_capture() -> None:
+@pytest.mark.parametrize("sanitizer", [False, True])
+def test_nothing_is_copied_published_or_withdrawn_into_a_capture(sanitizer: bool) -> None:
     """C10.5, C10.6, C11.2: a copy must happen now; recorded, it would happen at every replay instead."""
-    with opened(sanitizer=False) as store:
-        saved = kept_tokens(store, 150)
+    with opened_store(GEOMETRY, max_context=320, concurrency=8, sanitizer=sanitizer) as store:
+        saved, other = kept_tokens(store, 150), kept_tokens(store, 1)
         sequence = store.activate(source=saved, frontier=100, prompt_tokens=100, output_tokens=9)
+        unit = store.begin_unit(store.batch([store.activate(source=other, prompt_tokens=1, output_tokens=0)]), 1)
         batch, before = store.batch([sequence]), snapshot(store._ledger)
         store.device.begin_capture(store.stream)
-        for call in (partial(store.snapshot, sequence), partial(store.begin_unit, batch, 64),
-                     partial(store.activate, source=saved, prompt_tokens=9, output_tokens=9),
-                     partial(store.ensure_mapped_to_tokens, sequence, 164)):
-            with pytest.raises(pk.CaptureRefused):
+        copies = (partial(store.snapshot, sequence), partial(store.begin_unit, batch, 64),
+                  partial(store.activate, source=saved, prompt_tokens=9, output_tokens=9),
+                  partial(store.ensure_mapped_to_tokens, sequence, 164))
+        withdrawals = (partial(store.finish, sequence), partial(store.abort, sequence), partial(store.trim, batch),
+                       partial(store.truncate, sequence, 0), partial(store.commit, unit), partial(store.fail, unit))
+        for call in (*copies, *withdrawals) if sanitizer else copies:
+            with pytest.raises(pk.CaptureRefused, match="outside the capture"):
                 call()
-        store.device.end_capture(store.stream)
 
+        assert store.device.end_capture(store.stream).nodes == ()
         assert_unchanged(before, store._ledger)
+        store.fail(unit)
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])

@@ -300,8 +300,8 @@ def test_the_units_of_a_round_reach_the_last_position() -> None:
 
 # ---- keys and refusals ---------------------------------------------------------------------------------------------
 def test_the_key_of_a_draft_has_the_shape_of_the_draft_pool() -> None:
-    """C15.2: profile, geometry and scale of the pool; target and draft never share a graph."""
-    with opened(profile="k8v4") as store:
+    """C15.2: profile, geometry and scale of this store's pool, or no unit; target and draft never share a graph."""
+    with opened(profile="k8v4") as store, opened(draft=pk.KVGeometry(1, 4, 4, 64)) as other:
         keys = {pool: key_for(store.config, unit="u", route="decode", batch=1, width=1, pool=pool)
                 for pool in ("main", "draft")}
 
@@ -310,6 +310,8 @@ def test_the_key_of_a_draft_has_the_shape_of_the_draft_pool() -> None:
         for pool in ("mtp", None, ["draft"]):
             with pytest.raises(pk.MisuseError, match="one of"):
                 key_for(store.config, unit="u", route="decode", batch=1, width=1, pool=pool)  # type: ignore[arg-type]
+        with pytest.raises(pk.MisuseError, match="key_for"):
+            Unit(store, key_for(other.config, unit="draft", route="decode", batch=1, width=1, pool="draft"))
 
 
 def test_attention_in_the_other_pool_is_refused() -> None:
@@ -338,12 +340,3 @@ def test_attention_in_the_other_pool_is_refused() -> None:
         with pytest.raises(pk.MisuseError, match="counts was refused"):
             draft.append_context(0, draft_k, draft_v, zeros((2,), np.int32))
         main.append_context(0, draft_k, draft_v, store.device.zeros((1,), np.int32))
-
-
-def test_a_unit_of_another_drafts_key_is_refused() -> None:
-    """C15.2: a key names this store's pools, or nothing."""
-    with opened() as store, opened(draft=pk.KVGeometry(1, 4, 4, 64)) as other:
-        foreign = key_for(other.config, unit="draft", route="decode", batch=1, width=1, pool="draft")
-
-        with pytest.raises(pk.MisuseError, match="key_for"):
-            Unit(store, foreign)

@@ -102,39 +102,28 @@ def test_a_command_imports_no_other_command(name: str) -> None:
 
 
 def test_doctor_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schema, version, devices, checks."""
-    checks = (doctor.Check("device cpu", "ok", "fine"), doctor.Check("device cuda", "missing", "none", "buy one"))
-    monkeypatch.setattr(doctor, "diagnose", lambda: doctor.Diagnosis(checks, {"cpu": True, "cuda": False}))
-    result = invoke("doctor", "--json")
-
-    assert result.exit_code == 0
-    assert "usable here: cpu;" in result.stderr
-    assert json.loads(result.stdout) == {
-        "schema": 1,
-        "version": version(),
-        "devices": {"cpu": True, "cuda": False},
-        "checks": [
-            {"name": "device cpu", "status": "ok", "found": "fine", "remedy": ""},
-            {"name": "device cuda", "status": "missing", "found": "none", "remedy": "buy one"},
-        ],
-    }
-
-
-def test_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every missing thing has a remedy, in a refusal's own words; where nothing can run, the exit code is 3."""
-    diagnosis = doctor.diagnose()
-    assert diagnosis.devices["cpu"]
-    assert [] == [check.name for check in diagnosis.checks if (check.status == "missing") != bool(check.remedy)]
+    """Schema, version, devices, checks, with a refusal's own words; where nothing can run, the exit code is 3."""
 
     def refuse(name: str) -> pk.Device:
         raise refusal(pk.MissingRequirement)
 
-    missing = doctor.check_device("cuda", refuse)
-    assert missing == doctor.Check("device cuda", "missing", "other", "do it")
-    monkeypatch.setattr(doctor, "diagnose", lambda: doctor.Diagnosis((missing,), {"cpu": False, "cuda": False}))
-    result = invoke("doctor")
-    assert result.exit_code == 3
-    assert "-> do it" in result.stdout
+    diagnosis = doctor.diagnose()
+    assert diagnosis.devices["cpu"]
+    assert [] == [check.name for check in diagnosis.checks if (check.status == "missing") != bool(check.remedy)]
+    checks = (doctor.Check("device cpu", "ok", "fine"), doctor.check_device("cuda", refuse))
+    for is_usable in (True, False):
+        devices = {"cpu": is_usable, "cuda": False}
+        monkeypatch.setattr(doctor, "diagnose", lambda devices=devices: doctor.Diagnosis(checks, devices))
+        result = invoke("doctor", "--json")
+
+        assert result.exit_code == (0 if is_usable else 3)
+        assert ("usable here: cpu;" in result.stderr) == is_usable
+        assert "-> do it" in invoke("doctor").stdout
+        assert json.loads(result.stdout) == {
+            "schema": 1, "version": version(), "devices": devices,
+            "checks": [{"name": "device cpu", "status": "ok", "found": "fine", "remedy": ""},
+                       {"name": "device cuda", "status": "missing", "found": "other", "remedy": "do it"}],
+        }  # fmt: skip
 
 
 def test_a_compiler_is_found_in_the_devices_order(monkeypatch: pytest.MonkeyPatch) -> None:
