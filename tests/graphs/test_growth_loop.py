@@ -82,8 +82,12 @@ def test_a_lane_that_ends_gives_the_other_what_it_needs() -> None:
         assert store.committed_tokens(lane) == 615
 
 
-def test_growth_changes_no_token_where_pages_suffice() -> None:
-    """C9.2: a window of 64 tokens or the whole budget: the same text, and the same pages in the end."""
+@pytest.mark.deferred
+def test_growth_changes_no_token_and_costs_no_call_where_pages_suffice() -> None:
+    """C9.2, C9.4: a window of 64 tokens or the whole budget: the same text, and the same pages in the end.
+
+    A round is host work; a step that crosses no page is the graph launch and the wait.
+    """
     ids = prompt(65, 4)
     with opened(growth=True) as store:
         loop = DecodeLoop(store, ToyModel(store))
@@ -91,20 +95,11 @@ def test_growth_changes_no_token_where_pages_suffice() -> None:
         assert available(store) == 320 - (3 + 2)
         loop.prefill(sequence, ids)
         [text] = decode_all(loop, [sequence], after_step=store.check)
-
         assert available(store) == 320 - 6
-    assert text == unbounded(ids, 300)
-
-
-@pytest.mark.deferred
-def test_a_steady_step_costs_no_call_more_with_growth() -> None:
-    """C9.2, C9.4: a round is host work; a step that crosses no page is the graph launch and the wait."""
-    with opened(growth=True, max_context=1024) as store:
         loop = DecodeLoop(store, ToyModel(store))
-        sequence = prefilled(loop, prompt(16, 1), 30)
-        decode_all(loop, [sequence], after_step=store.check)
-
+        decode_all(loop, [prefilled(loop, prompt(16, 1), 30)], after_step=store.check)
         assert loop.statistics.driver_calls_per_step == 2.0
+    assert text == unbounded(ids, 300)
 
 
 def test_a_prompt_beyond_what_is_reserved_is_refused() -> None:
