@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.devices.protocol import Device
-from pagedkv.values.attention_shape import Route
 from pagedkv.values.planes import PageOrder
 from tests.kernels.arrays import Bits, Rng, Table, bf16_noise
-from tests.kernels.paged_cache import PagedCache
+from tests.kernels.paged_cache import AnyRoute, PagedCache
 from tests.oracle.attention_oracle import CONTEXT_CRITERION, CRITERIA, StoredRows, attend, attend_context, stored_rows
 
 Lse = npt.NDArray[np.float32]
@@ -36,39 +37,6 @@ def check_causal(
     CRITERIA[profile].assert_met(out, reference)
 
 
-def check_step(
-    device: Device, rng: Rng, profile: str, table: Table, *, position: int, width: int = 1,
-    query_heads: int = 4, kv_heads: int = 2, head_dim: int = 64, route: Route = "decode", row: int = 0,
-    order: PageOrder = "page-major", rms: float = 1.0, scale: float | None = None,
-) -> None:
-    """Append `width` columns behind `position` tokens of noise, attend, and compare with the oracle."""
-    cache = PagedCache.build(device, profile, head_dim=head_dim, kv_heads=kv_heads, order=order, table=table, rng=rng)
-    cache.fill(rng, row, position, rms)
-    q, k, v = (bf16_noise(rng, (1, width, heads, head_dim), rms) for heads in (query_heads, kv_heads, kv_heads))
-
-    out, lse = cache.attend(q, [position], [row], route=route, new_rows=(k, v), scale=scale)
-
-    check_causal(cache, q[0], out[0], lse[0], position=position, row=row, scale=scale)
-
-
-def draft_cache(
-    device: Device, table: Table, rng: Rng, *, head_dim: int = 64, kv_heads: int = 2, max_context: int | None = None
-) -> PagedCache:
-    """A head-major BF16 cache of random bytes."""
-    return PagedCache.build(device, "bf16", head_dim=head_dim, kv_heads=kv_heads, order="head-major", table=table,
-                            rng=rng, max_context=max_context)  # fmt: skip
-
-
-def draft_block(
-    rng: Rng, cache: PagedCache, *, batch: int = 1, width: int, group_size: int = 4, rms: float = 1.0
-) -> Block:
-    """Queries and temporary rows of draft blocks."""
-    kv_heads, head_dim = cache.view.num_kv_heads, cache.view.head_dim
-    q = bf16_noise(rng, (batch, width, kv_heads * group_size, head_dim), rms)
-    k, v = (bf16_noise(rng, (batch, width, kv_heads, head_dim), rms) for _ in "kv")
-    return q, k, v
-
-
 def check_context(
     cache: PagedCache, inputs: Block, out: Bits, lse: Lse, *, context: int, entry: int = 0, row: int = 0,
     live: int | None = None, scale: float | None = None,
@@ -81,15 +49,33 @@ def check_context(
     CONTEXT_CRITERION.assert_met(out[entry, :live], reference)
 
 
-def check_block(
-    device: Device, rng: Rng, table: Table, *, context: int, width: int, group_size: int = 4, kv_heads: int = 2,
-    head_dim: int = 64, max_context: int | None = None, row: int = 0, rms: float = 1.0, scale: float | None = None,
+def build_cache(device: Device, rng: Rng, profile: str, table: Table, route: AnyRoute, **choices: Any) -> PagedCache:
+    """A cache of random bytes, in the page order that a route reads: a draft pool is head-major."""
+    order: PageOrder = "head-major" if route == "context" else "page-major"
+    return PagedCache.build(device, profile, order=order, table=table, rng=rng, **choices)
+
+
+def draw_block(
+    rng: Rng, cache: PagedCache, *, batch: int = 1, width: int, query_heads: int = 4, rms: float = 1.0
+) -> Block:
+    """Queries and new rows of one call."""
+    kv_heads, head_dim = cache.view.num_kv_heads, cache.view.head_dim
+    q, k, v = (bf16_noise(rng, (batch, width, heads, head_dim), rms) for heads in (query_heads, kv_heads, kv_heads))
+    return q, k, v
+
+
+def check_call(
+    device: Device, rng: Rng, profile: str, table: Table, *, route: AnyRoute = "decode", position: int, width: int = 1,
+    query_heads: int = 4, row: int = 0, rms: float = 1.0, scale: float | None = None, **choices: Any,
 ) -> None:
-    """Attend with one draft block over `context` tokens of noise, and compare with the oracle."""
-    cache = draft_cache(device, table, rng, head_dim=head_dim, kv_heads=kv_heads, max_context=max_context)
-    cache.fill(rng, row, context, rms)
-    inputs = draft_block(rng, cache, width=width, group_size=group_size, rms=rms)
+    """Attend with `width` new columns behind `position` tokens of noise, and compare with the oracle."""
+    cache = build_cache(device, rng, profile, table, route, **choices)
+    cache.fill(rng, row, position, rms)
+    q, k, v = draw_block(rng, cache, width=width, query_heads=query_heads, rms=rms)
 
-    out, lse = cache.attend_context(*inputs, [context], [row], scale=scale)
+    out, lse = cache.attend(q, [position], [row], route=route, new_rows=(k, v), scale=scale)
 
-    check_context(cache, inputs, out, lse, context=context, row=row, scale=scale)
+    if route == "context":
+        check_context(cache, (q, k, v), out, lse, context=position, row=row, scale=scale)
+    else:
+        check_causal(cache, q[0], out[0], lse[0], position=position, row=row, scale=scale)

@@ -56,7 +56,8 @@ def attend_contexts(device: Any, head_dim: int) -> Results:
         cache.fill(rng, row, tokens)
     q, k, v = (bf16_noise(rng, (4, 5, heads, head_dim)) for heads in (6, 2, 2))
     k[2, 3:], v[2, 3:], k[3, 1] = BF16_NAN, BF16_NAN, BF16_NAN
-    out, lse = cache.attend_context(q, k, v, [515, 70, 0, 512], [0, 1, 2, 3], valid_columns=[5, 1, 3, 2])
+    out, lse = cache.attend(q, [515, 70, 0, 512], [0, 1, 2, 3], route="context", new_rows=(k, v),
+                            valid_columns=[5, 1, 3, 2])  # fmt: skip
     return {"context": out, "context lse": lse, **{f"draft {role}": p for role, p in cache.host_planes().items()}}
 
 

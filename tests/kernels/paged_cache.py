@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from pagedkv.values.planes import PageOrder, plane_inventory
 from pagedkv.values.profiles import ROLES
 from tests.kernels.arrays import BF16_NAN, MARK_BF16, Bits, Rng, Table, bf16_noise, to_device, to_host
 
+AnyRoute = Route | Literal["context"]
 HostPlanes = dict[str, npt.NDArray[Any]]
 
 
@@ -133,41 +134,31 @@ class PagedCache:
         return expected
 
     def attend(
-        self, q: Bits, first_positions: list[int], table_rows: list[int], *, route: Route,
+        self, q: Bits, first_positions: list[int], table_rows: list[int], *, route: AnyRoute,
         new_rows: tuple[Bits, Bits] | None = None, valid_columns: list[int] | None = None, scale: float | None = None,
     ) -> tuple[Bits, npt.NDArray[np.float32]]:
-        """Run causal attention of host queries (B, W, Hq, D); `new_rows` (k, v) are appended first."""
+        """Run attention of host queries (B, W, Hq, D); give out and lse.
+
+        Causal routes append `new_rows` (k, v) first; for route "context" they are the temporary rows, and the first
+        positions are the context lengths.
+        """
         out, lse = self.put(np.full(q.shape, MARK_BF16, np.uint16)), self.put(np.full(q.shape[:3], np.float32(np.nan)))
-        workspace = self.workspace(route, q)
-        selectors = (self.ints(first_positions), self.ints(table_rows))
-        valid = None if valid_columns is None else self.ints(valid_columns)
-        if new_rows is None:
-            self.ops.causal_attention_cached(self.view, self.put(q), out, *selectors, route=route, valid_columns=valid,
-                                             scale=scale, lse=lse, workspace=workspace, stream=self.stream)
-        else:
-            self.ops.causal_attention(self.view, self.put(q), self.put(new_rows[0]), self.put(new_rows[1]), out,
-                                      *selectors, route=route, valid_columns=valid, scale=scale, lse=lse,
-                                      workspace=workspace, stream=self.stream)
+        op: Callable[..., None] = self.ops.causal_attention if new_rows else self.ops.causal_attention_cached
+        options: dict[str, Any] = {"route": route}
+        if route == "context":
+            op, options = self.ops.context_attention, {}
+        op(self.view, self.put(q), *map(self.put, new_rows or ()), out, self.ints(first_positions),
+           self.ints(table_rows), valid_columns=None if valid_columns is None else self.ints(valid_columns),
+           scale=scale, lse=lse, workspace=self.workspace(route, q), stream=self.stream, **options)  # fmt: skip
         return self.get(out), self.get(lse)
 
-    def workspace(self, route: Route, q: Bits) -> Array | None:
+    def workspace(self, route: AnyRoute, q: Bits) -> Array | None:
         """Return a workspace of exactly the bytes that a call with these queries needs; None for 0."""
         batch, width, heads, head_dim = q.shape
-        shape = AttentionShape(route, batch, width, heads, self.view.num_kv_heads, head_dim, self.view.max_context)
+        shape = AttentionShape("decode" if route == "context" else route, batch, width, heads, self.view.num_kv_heads,
+                               head_dim, self.view.max_context)  # fmt: skip
         needed = workspace_bytes(shape)
         return self.device.empty((needed,), np.uint8) if needed else None
-
-    def attend_context(
-        self, q: Bits, k: Bits, v: Bits, context_lengths: list[int], table_rows: list[int], *,
-        valid_columns: list[int] | None = None, scale: float | None = None,
-    ) -> tuple[Bits, npt.NDArray[np.float32]]:
-        """Run context attention of host queries (B, W, Hq, D) and temporary rows (B, W, Hkv, D); give out and lse."""
-        out, lse = self.put(np.full(q.shape, MARK_BF16, np.uint16)), self.put(np.full(q.shape[:3], np.float32(np.nan)))
-        self.ops.context_attention(self.view, self.put(q), self.put(k), self.put(v), out, self.ints(context_lengths),
-                                   self.ints(table_rows),
-                                   valid_columns=None if valid_columns is None else self.ints(valid_columns),
-                                   scale=scale, lse=lse, workspace=self.workspace("decode", q), stream=self.stream)
-        return self.get(out), self.get(lse)
 
 
 def kill_columns(arrays: Iterable[Bits], live: Iterable[int]) -> None:

@@ -1,7 +1,7 @@
 """causal_attention against the FP64 oracle, over a pairwise covering of what shapes a call.  (C14.5, codecs 7)
 
 Group sizes, page orders and input ranges are axes here, so no other test walks through them; group sizes beyond 16 are
-refused by `tests/host/test_config.py` and by the shapes of `test_causal_attention.py` (S74).
+refused by `tests/host/test_config.py` and by the shapes of `test_attention.py` (S74).
 
 The quick run takes the cases with little work, and for every value of every axis the cheapest case that holds it; the
 long run takes the whole covering, a second one of another seed, and longer contexts.  Masked calls feed NaN into their

@@ -16,18 +16,18 @@ from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.protocol import Device
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.arrays import Bits, Table, bf16_noise, scattered_table
-from tests.kernels.paged_cache import PagedCache, assert_same_planes
+from tests.kernels.paged_cache import AnyRoute, PagedCache, assert_same_planes
 
 CONTEXT = 700
 CONTEXTS = [CONTEXT, 61, 0, 130]
-KINDS = [*itertools.product(PROFILES, ("decode", "prefill")), ("bf16", "context")]
-"""A profile and a route of causal attention, or context attention."""
-kinds = pytest.mark.parametrize(("profile", "route"), KINDS)
+kinds = pytest.mark.parametrize(
+    ("profile", "route"), [*itertools.product(PROFILES, ("decode", "prefill")), ("bf16", "context")]
+)
 
 
 def build(
     device: Device, profile: str, table: Table, *, contexts: list[int], max_context: int | None = None,
-    route: str = "decode",
+    route: AnyRoute = "decode",
 ) -> PagedCache:
     """A cache whose row r holds `contexts[r]` tokens of noise that depends on r only; head-major for drafts."""
     cache = PagedCache.build(device, profile, table=table, rng=np.random.default_rng(3), max_context=max_context,
@@ -48,11 +48,19 @@ def block(width: int, seed: int = 5, *, query_heads: int = 8) -> tuple[Bits, Bit
     return q, k, v
 
 
-def attended(cache: PagedCache, route: str, tokens: int, row: int = 0) -> Bits:
+def attend_block(
+    cache: PagedCache, inputs: tuple[Bits, Bits, Bits], context: int, live: list[int] | None = None, *, row: int = 0
+) -> tuple[Bits, npt.NDArray[np.float32]]:
+    """Attend with one draft block behind the context of a row."""
+    q, k, v = inputs
+    return cache.attend(q, [context], [row], route="context", new_rows=(k, v), valid_columns=live)
+
+
+def attended(cache: PagedCache, route: AnyRoute, tokens: int, row: int = 0) -> Bits:
     """Attend with the last four columns of a row, or with a draft block behind it."""
     if route == "context":
-        return cache.attend_context(*block(4), [tokens], [row])[0]
-    return cache.attend(queries(4), [tokens - 4], [row], route=route)[0]  # type: ignore[arg-type]
+        return attend_block(cache, block(4), tokens, row=row)[0]
+    return cache.attend(queries(4), [tokens - 4], [row], route=route)[0]
 
 
 def assert_all_same(results: list[Bits]) -> None:
@@ -63,7 +71,7 @@ def assert_all_same(results: list[Bits]) -> None:
 
 # ---- every op ------------------------------------------------------------------------------------------------------
 @kinds
-def test_page_ids_and_table_width_have_no_effect(device: Device, profile: str, route: str) -> None:
+def test_page_ids_and_table_width_have_no_effect(device: Device, profile: str, route: AnyRoute) -> None:
     """C3.6, S2, S71: identity, offset, reversed, 2p + 1, random and far page maps; a wider table and max_context."""
     ids = np.arange(12, dtype=np.int32)
     maps = [ids, ids + 3, ids[::-1], 2 * ids + 1, 100 - 7 * ids, np.random.default_rng(2).permutation(ids)]
@@ -76,7 +84,7 @@ def test_page_ids_and_table_width_have_no_effect(device: Device, profile: str, r
 
 
 @pytest.mark.parametrize("route", ["decode", "context"])
-def test_max_context_has_no_effect(device: Device, route: str) -> None:
+def test_max_context_has_no_effect(device: Device, route: AnyRoute) -> None:
     """A row within one key group is finished directly or beside a merge of others: the same bits."""
     table = scattered_table(1, 12)
 
@@ -87,7 +95,7 @@ def test_max_context_has_no_effect(device: Device, route: str) -> None:
 
 
 @kinds
-def test_no_result_depends_on_the_order_of_threads(profile: str, route: str) -> None:
+def test_no_result_depends_on_the_order_of_threads(profile: str, route: AnyRoute) -> None:
     """A race gives other bits when lanes, warps and blocks run in another order."""
     results = []
     for order, seed, threads in (("ascending", 0, 2), ("descending", 0, 2), ("random", 1, 2), ("random", 2, 1)):
@@ -103,7 +111,7 @@ def test_no_result_depends_on_the_order_of_threads(profile: str, route: str) -> 
 
 
 @pytest.mark.parametrize(("profile", "route"), [*((name, "decode") for name in PROFILES), ("bf16", "context")])
-def test_a_batch_equals_its_rows_alone(device: Device, profile: str, route: str) -> None:
+def test_a_batch_equals_its_rows_alone(device: Device, profile: str, route: AnyRoute) -> None:
     """S1: B, the other rows, their order, their lengths and where the table rows lie have no effect."""
     contexts = CONTEXTS if route == "context" else [CONTEXT, 61, 130, 5]
     cache = build(device, profile, scattered_table(4, 12), contexts=contexts, route=route)
@@ -112,9 +120,9 @@ def test_a_batch_equals_its_rows_alone(device: Device, profile: str, route: str)
     def attend(rows: list[int]) -> tuple[npt.NDArray[Any], ...]:
         q, k, v = (np.concatenate([blocks[row][part] for row in rows]) for part in range(3))
         live = [valid[row] for row in rows]
-        if route == "context":
-            return cache.attend_context(q, k, v, [contexts[row] for row in rows], rows, valid_columns=live)
-        return cache.attend(q, [contexts[row] - 5 for row in rows], rows, route="decode", valid_columns=live)
+        positions = [contexts[row] - (5 if route == "decode" else 0) for row in rows]
+        return cache.attend(q, positions, rows, route=route, new_rows=(k, v) if route == "context" else None,
+                            valid_columns=live)  # fmt: skip
 
     alone = [attend([row]) for row in range(4)]
     for order in ([0, 1, 2, 3], [2, 3, 0, 1], [3, 2, 1, 0]):
@@ -189,10 +197,10 @@ def test_the_width_of_the_call_has_no_effect(device: Device, context: int, live:
     """W rounds up to a captured shape: the same live columns give the same bits in any of them."""
     cache = draft_cache(device, scattered_table(1, 12), contexts=[context])
     inputs = block(live)
-    expected = cache.attend_context(*inputs, [context], [0])
+    expected = attend_block(cache, inputs, context)
 
     for width in (live + 1, 16):
-        found = cache.attend_context(*widened(inputs, width), [context], [0], valid_columns=[live])
+        found = attend_block(cache, widened(inputs, width), context, [live])
         for part in range(2):
             np.testing.assert_array_equal(expected[part], found[part][:, :live])
 
@@ -205,7 +213,7 @@ def test_equal_queries_give_equal_rows_wherever_they_stand(device: Device, conte
     q, k, v = block(7, query_heads=2 * group_size)
     q[...] = q[:, :1, :1]
 
-    out, lse = cache.attend_context(q, k, v, [context], [0])
+    out, lse = attend_block(cache, (q, k, v), context)
 
     for head in range(2):
         heads = slice(head * group_size, (head + 1) * group_size)
@@ -215,7 +223,7 @@ def test_equal_queries_give_equal_rows_wherever_they_stand(device: Device, conte
 
 @pytest.mark.deferred
 @pytest.mark.parametrize(("profile", "route"), [("k8v4", "decode"), ("bf16", "context")])
-def test_a_captured_call_replays_with_new_lengths(device: Device, profile: str, route: str) -> None:
+def test_a_captured_call_replays_with_new_lengths(device: Device, profile: str, route: AnyRoute) -> None:
     """C15.3: one graph serves every context, row and count of live columns, each read on the device."""
     contexts = CONTEXTS if route == "context" else [CONTEXT, 64, 4, 130]
     cache = build(device, profile, scattered_table(4, 12), contexts=contexts, route=route)
@@ -235,10 +243,8 @@ def test_a_captured_call_replays_with_new_lengths(device: Device, profile: str, 
             cache.set(array, [value])
         graph.launch(cache.stream)
         replayed = cache.get(out)
-        if route == "context":
-            eager, _ = cache.attend_context(q, k, v, [length], [row], valid_columns=[live])
-        else:
-            eager, _ = cache.attend(q, [length], [row], route="decode", valid_columns=[live])
+        eager, _ = cache.attend(q, [length], [row], route=route, new_rows=(k, v) if route == "context" else None,
+                                valid_columns=[live])  # fmt: skip
         np.testing.assert_array_equal(eager, replayed)
 
 

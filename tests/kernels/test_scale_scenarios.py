@@ -2,7 +2,7 @@
 
 Each test names its scenario, S64 to S69.  That an append writes the codec's bytes over any content, and scales of its
 input (S64, S68), is a claim of `test_append.py`; that no content around a row and no page id is seen (S69) of
-`test_causal_attention.py` and `test_attention_invariance.py`; that a scale plane is not optional (S67) of
+`test_attention.py` and `test_attention_invariance.py`; that a scale plane is not optional (S67) of
 `test_views.py`.
 """
 

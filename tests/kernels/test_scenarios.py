@@ -1,7 +1,7 @@
 """Failures that other systems shipped, in the half that kernels decide: rows, pages, masks, offsets.  (S10 to S75)
 
 Each test names its scenario.  S1, S2, S43 and S71 are claims of `test_attention_invariance.py`, S5 of `test_views.py`,
-S61 of `test_causal_attention.py`, scales have `test_scale_scenarios.py`.  The half that ledgers decide is in
+S61 of `test_attention.py`, scales have `test_scale_scenarios.py`.  The half that ledgers decide is in
 `tests/host/test_scenarios.py`, the half that graphs decide in `tests/graphs/`.
 """
 

@@ -160,7 +160,7 @@ def test_context_attention_reads_each_row_once_and_no_other(simulated: Simulated
     cache = written(simulated, "bf16", head_dim, tokens, order="head-major")
     q, k, v = (noise(1, 3, heads, head_dim) for heads in (8, 2, 2))
 
-    cache.attend_context(q, k, v, [tokens], [0], valid_columns=[live])
+    cache.attend(q, [tokens], [0], route="context", new_rows=(k, v), valid_columns=[live])
 
     launch = simulated.launches[-1]
     for plane in (cache.view.k_pages, cache.view.v_pages):
@@ -179,7 +179,7 @@ def test_an_empty_context_reads_no_table(simulated: SimulatedDevice) -> None:
     simulated.forget(cache.view.block_tables)
     q, k, v = (noise(1, 3, heads, 64) for heads in (8, 2, 2))
 
-    cache.attend_context(q, k, v, [0], [0])
+    cache.attend(q, [0], [0], route="context", new_rows=(k, v))
 
     for launch in simulated.launches:
         assert not launch.plane(cache.view.block_tables)["load_bytes"]
