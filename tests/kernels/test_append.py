@@ -7,6 +7,7 @@ The codec that gives the expected bytes is compared with an oracle written apart
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,21 +61,21 @@ def test_an_append_across_pages_writes_codec_bytes_only(device: Device, rng: Rng
     check_append(cache, *rows_like(rng, cache, 1, 3), [63], [0])
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_a_long_append_writes_the_codec_bytes_and_no_other(device: Device, rng: Rng, profile: str) -> None:
-    """C4.4: 129 columns from position 61 touch three pages."""
-    cache = PagedCache.build(device, profile, table=scattered_table(2, 4, permutation=rng), rng=rng)
+@pytest.mark.parametrize(("profile", "choices", "width", "positions", "rows"), [
+    # C4.4: 129 columns from position 61 touch three pages.
+    *((name, {}, 129, [61], [1]) for name in PROFILES),
+    # C3.7, C3.8: the same rows through head and page strides of either order; an odd head count.
+    *((name, {"kv_heads": 3, "order": order}, 4, [62, 0], [1, 0])
+      for name in ("bf16", "k8v4") for order in ("page-major", "head-major")),
+    # C14.4: widths around warps and pages, with a batch that does not fill the last block.
+    *(("int8-g64", {}, width, [0, 1, 63], [1, 2, 0]) for width in (1, 2, 16, 17, 65, 127, 128)),
+])  # fmt: skip
+def test_every_shape_writes_the_codec_bytes_and_no_other(
+    device: Device, rng: Rng, profile: str, choices: dict[str, Any], width: int, positions: list[int], rows: list[int]
+) -> None:
+    cache = PagedCache.build(device, profile, table=scattered_table(3, 4, permutation=rng), rng=rng, **choices)
 
-    check_append(cache, *rows_like(rng, cache, 1, 129), [61], [1])
-
-
-@pytest.mark.parametrize("order", ["page-major", "head-major"])
-@pytest.mark.parametrize("profile", ["bf16", "k8v4"])
-def test_both_page_orders_are_addressed(device: Device, rng: Rng, profile: str, order: PageOrder) -> None:
-    """C3.7, C3.8: the same rows through head and page strides of either order; an odd head count."""
-    cache = PagedCache.build(device, profile, kv_heads=3, order=order, table=scattered_table(2, 2), rng=rng)
-
-    check_append(cache, *rows_like(rng, cache, 2, 4), [62, 0], [1, 0])
+    check_append(cache, *rows_like(rng, cache, len(rows), width), positions, rows)
 
 
 @pytest.mark.deferred
@@ -111,14 +112,6 @@ def test_a_prefix_append_leaves_the_rejected_tail(device: Device, rng: Rng, prof
                             cache.ints(rows), stream=cache.stream)
 
     assert_same_planes(cache.with_rows(before, k, v, positions, rows, counts), cache.host_planes())
-
-
-@pytest.mark.parametrize("width", [1, 2, 16, 17, 65, 127, 128])
-def test_every_width_covers_every_row_once(device: Device, rng: Rng, width: int) -> None:
-    """C14.4: widths around warps and pages, with a batch that does not fill the last block."""
-    cache = PagedCache.build(device, "int8-g64", table=scattered_table(3, 3), rng=rng)
-
-    check_append(cache, *rows_like(rng, cache, 3, width), [0, 1, 63], [1, 2, 0])
 
 
 # ---- codec edges ---------------------------------------------------------------------------------------------------

@@ -382,19 +382,23 @@ def test_context_modules_ship_and_others_are_refused() -> None:
             context_module(head_dim)  # type: ignore[arg-type]
 
 
-def test_a_prepared_draft_pool_loads_nothing_under_capture(device: Device) -> None:
-    """C15.1: `prepare` with the pool's order loads context attention too; its nodes by name."""
+@pytest.mark.parametrize(("route", "blocks", "nodes"), [
+    ("decode", 1, ["append_rows", "causal_attention_decode"]),
+    ("context", 10, ["context_attention", "context_attention_merge"]),
+])  # fmt: skip
+def test_a_prepared_pool_loads_nothing_under_capture(
+    device: Device, rng: Rng, route: AnyRoute, blocks: int, nodes: list[str]
+) -> None:
+    """C15.1: `prepare` loads what a profile needs, with a draft pool's order context attention too; nodes by name."""
     ops = Ops(device)
-    ops.prepare("bf16", 64, order="head-major")
-    table = scattered_table(1, 10)
-    cache = PagedCache.build(device, "bf16", order="head-major", table=table, rng=np.random.default_rng(1), ops=ops)
+    cache = build_cache(device, rng, "bf16", scattered_table(1, blocks), route, ops=ops)
+    ops.prepare("bf16", 64, order=cache.view.order)
     q, k, v, out = (device.zeros((1, 2, 2, 64), np.uint16) for _ in range(4))
-    selectors = (cache.ints([0]), cache.ints([0]))
-    workspace = device.empty((workspace_bytes(AttentionShape("decode", 1, 2, 2, 2, 64, 640)),), np.uint8)
+    op, options = (ops.context_attention, {}) if route == "context" else (ops.causal_attention, {"route": route})
+    graph = cache.capture(op, q, k, v, out, cache.ints([0]), cache.ints([0]), workspace=cache.workspace(route, out),
+                          **options)  # fmt: skip
 
-    graph = cache.capture(ops.context_attention, q, k, v, out, *selectors, workspace=workspace)
-
-    assert [node.name for node in graph.nodes] == ["context_attention", "context_attention_merge"]
+    assert [node.name for node in graph.nodes] == nodes
 
 
 @pytest.mark.parametrize(("profile", "head_dim", "order"), [
@@ -455,17 +459,3 @@ def test_the_logarithm_is_accurate(device: Device, rng: Rng) -> None:
     exact = np.log2(x.astype(np.float64))
     assert (np.abs(logarithms - exact) / np.maximum(1, np.abs(exact))).max() < 2.0**-22
     np.testing.assert_array_equal(np.array([-np.inf, np.inf, np.nan, 0], np.float32), edges)
-
-
-def test_ops_load_what_a_profile_needs_once(device: Device) -> None:
-    """C15.1: `prepare` loads every module, so that nothing compiles under capture."""
-    ops = Ops(device)
-
-    ops.prepare("bf16", 64)
-
-    rows, out = device.zeros((1, 1, 2, 64), np.uint16), device.zeros((1, 1, 2, 64), np.uint16)
-    cache = PagedCache.build(device, "bf16", table=scattered_table(1, 1), rng=np.random.default_rng(1), ops=ops)
-    selectors = (cache.ints([0]), cache.ints([0]))
-    graph = cache.capture(ops.causal_attention, rows, rows, rows, out, *selectors, route="decode", workspace=None)
-
-    assert [node.name for node in graph.nodes] == ["append_rows", "causal_attention_decode"]

@@ -16,6 +16,7 @@ from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.protocol import Device
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.arrays import Bits, Table, bf16_noise, scattered_table
+from tests.kernels.criterion import build_cache
 from tests.kernels.paged_cache import AnyRoute, PagedCache, assert_same_planes
 
 CONTEXT = 700
@@ -29,9 +30,9 @@ def build(
     device: Device, profile: str, table: Table, *, contexts: list[int], max_context: int | None = None,
     route: AnyRoute = "decode",
 ) -> PagedCache:
-    """A cache whose row r holds `contexts[r]` tokens of noise that depends on r only; head-major for drafts."""
-    cache = PagedCache.build(device, profile, table=table, rng=np.random.default_rng(3), max_context=max_context,
-                             order="head-major" if route == "context" else "page-major")
+    """A cache whose row r holds `contexts[r]` tokens of noise that depends on r only; its kernels are loaded."""
+    cache = build_cache(device, np.random.default_rng(3), profile, table, route, max_context=max_context)
+    cache.ops.prepare(profile, 64, order=cache.view.order)
     for row, tokens in enumerate(contexts):
         cache.fill(np.random.default_rng(100 + row), row, tokens)
     return cache
@@ -176,13 +177,6 @@ def test_both_routes_have_one_arithmetic(device: Device, profile: str) -> None:
 
 
 # ---- context attention ---------------------------------------------------------------------------------------------
-def draft_cache(device: Device, table: Table, *, contexts: list[int]) -> PagedCache:
-    """A draft pool with every kernel loaded, for captures."""
-    cache = build(device, "bf16", table, contexts=contexts, route="context")
-    cache.ops.prepare("bf16", 64, order="head-major")
-    return cache
-
-
 def widened(inputs: tuple[Bits, Bits, Bits], width: int) -> tuple[Bits, Bits, Bits]:
     """The same live columns before dead ones of NaN."""
     q, k, v = (np.full((1, width, *rows.shape[2:]), 0x7FC0, np.uint16) for rows in inputs)
@@ -195,7 +189,7 @@ def widened(inputs: tuple[Bits, Bits, Bits], width: int) -> tuple[Bits, Bits, Bi
 @pytest.mark.parametrize("context", [0, 61, CONTEXT])
 def test_the_width_of_the_call_has_no_effect(device: Device, context: int, live: int) -> None:
     """W rounds up to a captured shape: the same live columns give the same bits in any of them."""
-    cache = draft_cache(device, scattered_table(1, 12), contexts=[context])
+    cache = build(device, "bf16", scattered_table(1, 12), contexts=[context], route="context")
     inputs = block(live)
     expected = attend_block(cache, inputs, context)
 
@@ -209,7 +203,7 @@ def test_the_width_of_the_call_has_no_effect(device: Device, context: int, live:
 @pytest.mark.parametrize("context", [0, 61, CONTEXT])
 def test_equal_queries_give_equal_rows_wherever_they_stand(device: Device, context: int, group_size: int) -> None:
     """Every column sees the same keys, so the place of a row among tiles, full or not, decides nothing."""
-    cache = draft_cache(device, scattered_table(1, 12), contexts=[context])
+    cache = build(device, "bf16", scattered_table(1, 12), contexts=[context], route="context")
     q, k, v = block(7, query_heads=2 * group_size)
     q[...] = q[:, :1, :1]
 
@@ -227,7 +221,6 @@ def test_a_captured_call_replays_with_new_lengths(device: Device, profile: str, 
     """C15.3: one graph serves every context, row and count of live columns, each read on the device."""
     contexts = CONTEXTS if route == "context" else [CONTEXT, 64, 4, 130]
     cache = build(device, profile, scattered_table(4, 12), contexts=contexts, route=route)
-    cache.ops.prepare(profile, 64, order=cache.view.order)
     q, k, v = block(4)
     lengths, rows, valid = cache.ints([0]), cache.ints([-1]), cache.ints([0])
     out, inputs = cache.put(np.zeros_like(q)), [*map(cache.put, (q, k, v))]
@@ -250,7 +243,7 @@ def test_a_captured_call_replays_with_new_lengths(device: Device, profile: str, 
 
 def test_a_captured_block_follows_its_pages(device: Device) -> None:
     """C15.2: pages {0, 1}, then {2, 3}, then {5, 4} with the same content: the table changes, the graph does not."""
-    cache = draft_cache(device, np.array([[0, 1], [2, 3], [5, 4]], np.int32), contexts=[])
+    cache = build(device, "bf16", np.array([[0, 1], [2, 3], [5, 4]], np.int32), contexts=[], route="context")
     for row in range(3):
         cache.fill(np.random.default_rng(9), row, 100)
     q, k, v = (cache.put(array) for array in block(4))
@@ -271,7 +264,7 @@ def test_a_captured_block_follows_its_pages(device: Device) -> None:
 @pytest.mark.deferred
 def test_a_captured_prefix_append_reads_its_counts_on_the_device(device: Device) -> None:
     """C14.4, C15.3: counts, positions and rows change between replays; rows 1 and 0, a row of 0 between live ones."""
-    cache = draft_cache(device, scattered_table(3, 3), contexts=[])
+    cache = build(device, "bf16", scattered_table(3, 3), contexts=[], route="context")
     rng = np.random.default_rng(21)
     k, v = (bf16_noise(rng, (3, 16, 2, 64)) for _ in "kv")
     positions, counts, rows = cache.ints([0, 0, 0]), cache.ints([0, 0, 0]), cache.ints([-1, -1, -1])

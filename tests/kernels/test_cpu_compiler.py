@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,40 +59,35 @@ def arithmetic(device: CpuDevice, inputs: npt.NDArray[np.float32]) -> bytes:
     return bytes(out)
 
 
-def other_compilers() -> list[Any]:
-    """Every compiler but the default one, with a reason where it is absent."""
-    absent = pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no package ziglang")
-    clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++")
-    gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-    return [pytest.param("zig", marks=absent), pytest.param("clang++", marks=clang), pytest.param("g++", marks=gcc)]
+NO_ZIG = pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no package ziglang")
+OTHER_COMPILERS = [
+    pytest.param("zig", marks=NO_ZIG), "without vectors",
+    *(pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=f"no {name}"))
+      for name in ("clang++", "g++")),
+]  # fmt: skip
 
 
 def compiler_named(name: str, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     if name == "zig":
         return zig_compiler()
-    monkeypatch.setenv("CXX", name)
+    if name == "without vectors":
+        monkeypatch.setattr(cpu_compiler, "cpu_features", frozenset)
+    else:
+        monkeypatch.setenv("CXX", name)
     return find_compiler()
 
 
-@pytest.mark.parametrize("name", other_compilers())
+@pytest.mark.parametrize("name", OTHER_COMPILERS)
 def test_every_compiler_gives_equal_bits(name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """Contraction is off, fused operations are explicit, and reductions are not reassociated."""
+    """Contraction is off, fused operations are explicit, and reductions are not reassociated.
+
+    Without vectors a fused multiply-add comes from the C library, correctly rounded and slow.
+    """
     inputs = rng.standard_normal((3, 1000), np.float32)
     with cpu_device() as device:
         expected = arithmetic(device, inputs)
 
     with cpu_device(compiler=compiler_named(name, monkeypatch)) as device:
-        assert expected == arithmetic(device, inputs)
-
-
-def test_a_baseline_without_vectors_gives_equal_bits(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """A fused multiply-add then comes from the C library, correctly rounded and slow."""
-    inputs = rng.standard_normal((3, 1000), np.float32)
-    with cpu_device() as device:
-        expected = arithmetic(device, inputs)
-
-    monkeypatch.setattr(cpu_compiler, "cpu_features", frozenset)
-    with cpu_device() as device:
         assert expected == arithmetic(device, inputs)
 
 
@@ -113,7 +107,7 @@ with cpu_device("random", threads=2) as device:
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no package ziglang")
+@NO_ZIG
 def test_the_runtime_itself_builds_with_ziglang(root: Path) -> None:
     """$CXX names it, so the process has no other compiler's code: fibers, threads and faults work."""
     environment = {**os.environ, "CXX": f"{sys.executable} -m ziglang c++ -nostdlib++"}
@@ -145,22 +139,26 @@ def test_the_first_compiler_in_order_is_taken(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_machine_without_a_compiler_is_told_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra; a $CXX that does not exist is named too."""
+    """The error names the extra."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingRequirement, match=r"pip install 'pagedkv\[cpu\]'"):
         find_compiler()
-    monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    with pytest.raises(MissingRequirement, match="CXX='no-such-compiler -O2', which is not on PATH"):
-        find_compiler()
 
 
-def test_a_program_that_is_no_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has to answer --version."""
-    monkeypatch.setenv("CXX", f"{sys.executable} -c 1/0")
-    with pytest.raises(MissingRequirement, match="-c 1/0 --version` to succeed"):
-        find_compiler()
+@pytest.mark.parametrize(("variable", "value", "message"), [
+    ("CXX", "no-such-compiler -O2", "CXX='no-such-compiler -O2', which is not on PATH"),
+    ("CXX", f"{sys.executable} -c 1/0", "-c 1/0 --version` to succeed"),
+    ("XDG_CACHE_HOME", __file__, "set XDG_CACHE_HOME to a writable folder"),
+])  # fmt: skip
+def test_a_setting_that_serves_no_build_is_named(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that is not there or does not answer --version, and a cache below a file."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(MissingRequirement, match=message):
+        build("nowhere", "int f() { return 1; }", find_compiler(), announce=lambda line: None)
 
 
 @pytest.fixture
@@ -198,14 +196,6 @@ def test_equal_text_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [1, 0, 1, 1, 1] == [len(lines) for lines in compiled]
     assert values == [1, 1, 2, 2, 1]
     assert not [path for path in (tmp_path / "pagedkv" / "cpu").iterdir() if path.suffix != ".so"]
-
-
-def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file stands where the folder should be."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(MissingRequirement, match="set XDG_CACHE_HOME to a writable folder"):
-        build("nowhere", "int f() { return 1; }", find_compiler(), announce=lambda line: None)
 
 
 def test_a_changed_header_compiles_again(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +347,7 @@ def test_layouts_in_python_are_those_of_the_runtime() -> None:
     assert expected == tuple(found)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no package ziglang")
+@NO_ZIG
 def test_the_aarch64_switch_assembles(tmp_path: Path) -> None:
     """Compiled, not run: the other architecture's assembly and signal context are at least accepted."""
     source = SOURCE_FOLDER / "cpu_device/runtime.cpp"

@@ -22,7 +22,7 @@ from pagedkv.transfer.mover import PageMover
 from pagedkv.transfer.plan import Direction, Transfer
 from pagedkv.values.planes import PackedPlanes, PlaneGeometry
 from tests.placement import shuffle_placement
-from tests.toy_model import ToyModel
+from tests.toy_model import ToyModel, decode_all, prefilled
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=16)
 SCHEDULES = ("late", "early", "random")
@@ -321,22 +321,14 @@ def decoded_texts(device: CpuDevice) -> list[list[int]]:
     """Decode two sequences across page crossings and return their tokens."""
     with staged(device) as stage:
         loop = DecodeLoop(stage.store, ToyModel(stage.store))
-        sequences = [stage.store.activate(prompt_tokens=tokens, output_tokens=4) for tokens in (62, 70)]
-        for sequence, tokens in zip(sequences, (62, 70), strict=True):
-            loop.prefill(sequence, range(tokens))
-        texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in sequences}
-        for new in loop.decode(sequences):
-            for sequence, ids in new.items():
-                texts[sequence] += ids
-    return list(texts.values())
+        return decode_all(loop, [prefilled(loop, list(range(tokens)), 4) for tokens in (62, 70)])
 
 
 def decode_by_polling(device: CpuDevice) -> None:
     """The same by hand: submit, poll until the unit is done, read, commit."""
     with staged(device) as stage:
         loop = DecodeLoop(stage.store, ToyModel(stage.store))
-        sequence = stage.store.activate(prompt_tokens=62, output_tokens=4)
-        loop.prefill(sequence, range(62))
+        sequence = prefilled(loop, list(range(62)), 4)
         (token,) = loop.step([sequence])[sequence][:1]
         captured = next(unit for key, unit in loop.graphs._graphs.items() if key.unit == "decode")
         batch, text = stage.store.batch([sequence]), [token]
