@@ -17,6 +17,7 @@ from pagedkv.transfer.mover import PageMover
 from pagedkv.transfer.plan import page_runs
 from pagedkv.values.planes import PackedPlanes, PageOrder, PlaneGeometry, plane_inventory
 from pagedkv.values.profiles import PROFILES
+from tests.kernels.arrays import to_host
 
 PAGES = 12
 Planes = list[tuple[Any, PlaneGeometry]]
@@ -70,11 +71,15 @@ def parts(extent: Bytes, planes: Planes, pages: int) -> list[tuple[npt.NDArray[A
 def host_planes(device: Device, planes: Planes) -> list[npt.NDArray[Any]]:
     """Copy every plane to the host."""
     stream = device.stream()
-    copies = [np.empty(geometry.shape, geometry.dtype) for _, geometry in planes]
-    for host, (plane, _) in zip(copies, planes, strict=True):
-        device.copy(host, plane, stream)
-    stream.synchronize()
-    return copies
+    return [to_host(device, stream, plane) for plane, _ in planes]
+
+
+def assert_moved(device: Device, planes: Planes, before: list[Any], old: list[int], new: list[int]) -> None:
+    """Compare the pages `new` with what `old` held before; every other page holds what it held."""
+    for after, plane, (_, geometry) in zip(host_planes(device, planes), before, planes, strict=True):
+        assert np.array_equal(page_bytes(after, geometry, new), page_bytes(plane, geometry, old))
+        others = [page for page in range(PAGES) if page not in new]
+        assert np.array_equal(page_bytes(after, geometry, others), page_bytes(plane, geometry, others))
 
 
 @pytest.mark.parametrize("method", ["copies", "packed"])
@@ -94,10 +99,7 @@ def test_pages_go_out_and_come_back_in_other_places(
         assert np.array_equal(page_bytes(part, packed, list(range(5))), page_bytes(plane, geometry, old))
     move(mover, "h2d", page_runs(host, np.array(new, np.int32)), host=extent, host_pages=5, method=method)
 
-    for after, plane, (_, geometry) in zip(host_planes(device, planes), before, planes, strict=True):
-        assert np.array_equal(page_bytes(after, geometry, new), page_bytes(plane, geometry, old))
-        others = [page for page in range(PAGES) if page not in new]
-        assert np.array_equal(page_bytes(after, geometry, others), page_bytes(plane, geometry, others))
+    assert_moved(device, planes, before, old, new)
 
 
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
@@ -105,14 +107,10 @@ def test_pages_move_within_the_device(device: Device, noise: Any, order: PageOrd
     """C8.3: device to device by runs; sources and everything else keep their bytes."""
     planes = build(device, noise, "nvfp4-g16", order)
     before = host_planes(device, planes)
-    mover = mover_of(device, planes)
-    old, new = np.array([2, 3, 4], np.int32), np.array([8, 9, 0], np.int32)
-    move(mover, "d2d", page_runs(old, new))
+    old, new = [2, 3, 4], [8, 9, 0]
+    move(mover_of(device, planes), "d2d", page_runs(np.array(old, np.int32), np.array(new, np.int32)))
 
-    for after, plane, (_, geometry) in zip(host_planes(device, planes), before, planes, strict=True):
-        assert np.array_equal(page_bytes(after, geometry, new), page_bytes(plane, geometry, old))
-        others = np.setdiff1d(np.arange(PAGES), new)
-        assert np.array_equal(page_bytes(after, geometry, others), page_bytes(plane, geometry, others))
+    assert_moved(device, planes, before, old, new)
 
 
 def test_a_part_of_an_extent_can_be_restored(device: Device, noise: Any) -> None:

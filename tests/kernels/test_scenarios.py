@@ -37,11 +37,11 @@ def planes_of(cache: PagedCache) -> list[Array]:
     return [plane for plane, _ in cache.view.planes]
 
 
-def without_pages(planes: HostPlanes, pages: list[int], order: str = "page-major") -> HostPlanes:
+def without_pages(planes: HostPlanes, pages: list[int]) -> HostPlanes:
     """Return the planes with the given pages cleared, to compare the others."""
     rest = {role: plane.copy() for role, plane in planes.items()}
     for plane in rest.values():
-        plane[(pages,) if order == "page-major" else (slice(None), pages)] = 0
+        plane[pages] = 0
     return rest
 
 

@@ -21,6 +21,7 @@ from pagedkv.transfer.engine import TransferEngine
 from pagedkv.transfer.mover import PageMover
 from pagedkv.transfer.plan import Direction, Transfer
 from pagedkv.values.planes import PackedPlanes, PlaneGeometry
+from tests.kernels.arrays import to_device, to_host
 from tests.placement import shuffle_placement
 from tests.toy_model import ToyModel, decode_all, prefilled
 
@@ -64,16 +65,11 @@ class Stage:
 
     def put(self, values: npt.NDArray[Any]) -> Any:
         """Copy to a device array of its own, on the store's stream."""
-        array = self.device.empty(values.shape, values.dtype)
-        self.device.copy(array, values, self.store.stream)
-        return array
+        return to_device(self.device, self.store.stream, values)
 
     def get(self, array: Any) -> npt.NDArray[Any]:
         """Copy a device array to the host, after everything on the store's stream."""
-        found = np.empty(array.shape, array.dtype)
-        self.device.copy(found, array, self.store.stream)
-        self.store.stream.synchronize()
-        return found
+        return to_host(self.device, self.store.stream, array)
 
     def extent(self, pages: int, name: str = "extent") -> npt.NDArray[np.uint8]:
         """Return pinned host memory for so many packed pages."""
