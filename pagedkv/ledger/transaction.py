@@ -170,7 +170,7 @@ class TailClaim(NamedTuple):
     page_id: Ids
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Transaction:
     """Claims of an activation or a snapshot that is neither committed nor aborted.
 
