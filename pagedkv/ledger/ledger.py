@@ -14,7 +14,8 @@ The store clears `unsettled` at the end of its own call, when the device tables 
 a name there, an interrupt, a failed allocation or a failed copy broke that operation off: the columns may contradict
 each other, and the store is latched (C12.4).
 
-`recorded` marks the operations that `Ledger.recorder` hears of; the journal is one recorder.
+`recorded` marks the operations that `Ledger.record_in` reports; the journal is one recorder.  Only `record_in` wraps
+them, so that a ledger without a recorder makes no extra call.
 """
 
 from __future__ import annotations
@@ -69,26 +70,28 @@ RECORDED: set[str] = set()
 
 
 def recorded(operation: Callable[Concatenate[Ledger, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """Mark an operation of `Ledger` that decides; each call of it is reported to the ledger's recorder, if any."""
+    """Mark an operation of `Ledger` that decides; `Ledger.record_in` reports each call of it."""
+    RECORDED.add(operation.__name__)
+    return operation
+
+
+def _reporting(operation: Callable[P, T], recorder: Recorder, is_unsettled: Callable[[], object]) -> Callable[P, T]:
+    """Return an operation of one ledger that reports each of its calls to a recorder."""
     name = operation.__name__
-    parameters = list(inspect.signature(operation).parameters.values())[1:]
+    parameters = list(inspect.signature(operation).parameters.values())
     names = [parameter.name for parameter in parameters]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    RECORDED.add(name)
 
     @functools.wraps(operation)
-    def call(ledger: Ledger, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        recorder = ledger.recorder
-        if recorder is None:
-            return operation(ledger, *args, **kwargs)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         recorder.begin(name, {**defaults, **dict(zip(names, args, strict=False)), **kwargs})
         try:
-            answer = operation(ledger, *args, **kwargs)
+            answer = operation(*args, **kwargs)
         except PagedKVError as error:
             recorder.refuse(error)
             raise
         except BaseException as error:
-            if ledger.unsettled:
+            if is_unsettled():
                 recorder.break_off(error)
             raise
         recorder.answer(answer)
@@ -103,13 +106,11 @@ class Ledger:
     Attributes:
         active, kept: the active and inactive address spaces of each pool, in pool order.
         unsettled: the operation whose writes have begun and whose end the store has not confirmed; "" otherwise.
-        recorder: None without a journal.
     """
 
     def __init__(self, config: StoreConfig, store_id: int = 0) -> None:
         self.config = config
         self.unsettled = ""
-        self.recorder: Recorder | None = None
         self.events = PageEvents()
         self.active: dict[str, ActiveSpaces] = {}
         self.kept: dict[str, KeptSpaces] = {}
@@ -127,6 +128,11 @@ class Ledger:
         self.transactions = Transactions(config, self.active, self.sequences, self.continuations, self.growth)
         self.units = Units()
         self._aborting: dict[int, Sequence] = {}
+
+    def record_in(self, recorder: Recorder) -> None:
+        """Report every later call of a recorded operation of this ledger; called once, by the store."""
+        for name in RECORDED:
+            setattr(self, name, _reporting(getattr(self, name), recorder, lambda: self.unsettled))
 
     # ---- transactions -----------------------------------------------------------------------------
 

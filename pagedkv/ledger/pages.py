@@ -169,7 +169,8 @@ class LogicalPages:
     def share_active(self, logical: Pages) -> None:
         """Add an active reference: `share` and `activate` in one, for a Fork.  (C7.5, C7.7, C10.5)"""
         at = self.free_runs.index_of(logical)
-        assert at_least(self.device[at], 0), self._state("activating pages without a Device replica", at)
+        on_device = not self.has_host_pages or at_least(self.device[at], 0)
+        assert on_device, self._state("activating pages without a Device replica", at)
         self.share(at)
         self.active[at] += _ONE
 
@@ -178,7 +179,8 @@ class LogicalPages:
         at = self.free_runs.index_of(logical)
         active = self.active[at]
         assert at_least(self.references[at] - active, 1), self._state("activating", at)
-        assert at_least(self.device[at], 0), self._state("activating pages without a Device replica", at)
+        on_device = not self.has_host_pages or at_least(self.device[at], 0)
+        assert on_device, self._state("activating pages without a Device replica", at)
         self.active[at] = active + _ONE
 
     def deactivate(self, logical: Pages) -> None:

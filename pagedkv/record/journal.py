@@ -139,7 +139,7 @@ def _open_alone(path: Path) -> TextIO:
 
 
 class JournalRecorder:
-    """Writes every operation of one ledger to a journal; set as `Ledger.recorder`."""
+    """Writes every operation of one ledger to a journal; passed to `Ledger.record_in`."""
 
     def __init__(self, ledger: Ledger, journal: Journal) -> None:
         self.journal = journal

@@ -108,7 +108,7 @@ class Store:
         self._access = Access(self._ledger, self.stream)
         self._journal = journal
         if journal is not None:
-            self._ledger.recorder = JournalRecorder(self._ledger, journal)
+            self._ledger.record_in(JournalRecorder(self._ledger, journal))
         self._slabs: dict[str, Array] = {
             slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype, name=slab.name)
             for slab in self.layout.slabs

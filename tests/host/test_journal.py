@@ -32,8 +32,8 @@ from tests.host.builders import GEOMETRY, activate, begin, make_config, make_led
 from tests.host.sharing import BACKENDS
 from tests.host.walking import walk_events
 
-QUERIES = {"batch", "covered_columns", "active_in", "kept_in"}
-"""Public methods of Ledger that change nothing: they need no line."""
+QUERIES = {"batch", "covered_columns", "active_in", "kept_in", "record_in"}
+"""Public methods of Ledger that decide nothing: they need no line."""
 WALKS_MIN, WALKS_MAX = 6, 40
 """Random walks of 250 events: so many at least, and more until every operation was answered and refused."""
 ENDED_TWICE = {f"{end} refused" for end in ("fail_unit", "commit_activation", "commit_snapshot", "abort_transaction")}
@@ -52,7 +52,7 @@ def journaled(*, lease_window_tokens: int | None = None, **options: Any) -> tupl
 def recorded_in(journal: Journal, config: StoreConfig | None = None) -> Ledger:
     """Return a ledger whose operations are written to a journal."""
     ledger = Ledger(make_config() if config is None else config, 1)
-    ledger.recorder = JournalRecorder(ledger, journal)
+    ledger.record_in(JournalRecorder(ledger, journal))
     return ledger
 
 

@@ -207,7 +207,7 @@ BROKEN: list[tuple[str, Callable[[LogicalPages], object], str]] = [
     ("sharing a free page", lambda p: p.share(ids(KEPT, FREE)), "sharing pages that nobody holds"),
     ("sharing a page with a writer actively", lambda p: p.share_active(ids(KEPT, OWN)), "sharing pages with a writer"),
     ("sharing a page that is not full actively", lambda p: p.share_active(ids(KEPT, TAIL)), "not full"),
-    ("sharing a free page actively", lambda p: p.share_active(ids(KEPT, FREE)), "without a Device replica"),
+    ("sharing a free page actively", lambda p: p.share_active(ids(KEPT, FREE)), "sharing pages that nobody holds"),
     ("one active reference too many", lambda p: p.activate(ids(KEPT, RUNNING)), "activating: "),
     ("an active reference of a free page", lambda p: p.activate(ids(KEPT, FREE)), "activating: "),
     ("deactivating what is inactive", lambda p: p.deactivate(ids(RUNNING, KEPT)), "deactivating: "),

@@ -146,7 +146,7 @@ def journal_file(tmp_path: Path) -> Path:
     """A journal of five operations."""
     lines = io.StringIO()
     ledgers = Ledger(make_config(), 1)
-    ledgers.recorder = JournalRecorder(ledgers, Journal(lines))
+    ledgers.record_in(JournalRecorder(ledgers, Journal(lines)))
     sequence = activate(ledgers, 200)
     write(ledgers, sequence, 130)
     ledgers.finish(sequence)
