@@ -8,6 +8,7 @@ A ledger computes with values per row, so that a step is a few vector operations
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -20,16 +21,25 @@ from pagedkv.ledger.sequences import Sequence
 Columns = int | SequenceOf[int] | npt.NDArray[np.int32]
 """Columns of each batch entry: one number for all, or one per entry."""
 
+_ROW_OF = operator.attrgetter("row")
+
 COUNT_MAX = 1 << 30
 """Counts are below this: a frontier and a count add up below 2^31."""
 
 
 @dataclass(frozen=True)
 class EntryColumns:
-    """Columns in one pool: `by_entry` (B,) int32 in batch order, `by_row` (C,) int32, 0 in rows not selected."""
+    """Columns in one pool: `by_entry` (B,) int32 in batch order, `by_row` (C,) int32, 0 in rows not selected.
+
+    `limits` is `by_entry` as uint32: one comparison with it finds a count that is too large and one that is negative.
+    `is_beyond` (B,) bool takes the answer.  `is_narrow`: no entry has more than 64 columns.
+    """
 
     by_entry: npt.NDArray[np.int32]
     by_row: npt.NDArray[np.int32]
+    limits: npt.NDArray[np.uint32]
+    is_beyond: npt.NDArray[np.bool_]
+    is_narrow: bool
 
 
 @dataclass(eq=False)
@@ -38,12 +48,14 @@ class Batch:
 
     Attributes:
         sequences, rows: in batch order; rows are (B,) int64, `rows_mask` has them as bits of one integer.
+        index: the rows as NumPy indexes a column fastest: a slice where each is one more than the one before.
         stamp: `Sequences.stamp` at the last check of the handles.
         by_width: a cache: the columns of a unit in which every entry writes the same number, by that number.
     """
 
     sequences: tuple[Sequence, ...]
     rows: npt.NDArray[np.int64]
+    index: slice | npt.NDArray[np.int64]
     rows_mask: int
     stamp: int
     by_width: dict[int, EntryColumns] = field(default_factory=dict)
@@ -58,9 +70,17 @@ class Batch:
 
 def batch_of(sequences: tuple[Sequence, ...], stamp: int) -> Batch:
     """Return the batch of sequences whose handles the caller has checked; each row stands once in its mask."""
-    rows = np.array([sequence.row for sequence in sequences], np.int64)
+    rows = np.fromiter(map(_ROW_OF, sequences), np.int64, len(sequences))
     rows.setflags(write=False)
-    return Batch(sequences, rows, sum({1 << row for row in rows.tolist()}), stamp)
+    if rows.size == 1:
+        row = rows.item(0)
+        return Batch(sequences, rows, slice(row, row + 1), 1 << row, stamp)
+    is_selected = np.zeros(rows.item(rows.argmax()) + 1 if rows.size else 0, np.bool_)
+    is_selected[rows] = True
+    rows_mask = int.from_bytes(np.packbits(is_selected, bitorder="little").tobytes(), "little")
+    is_span = rows.size and (rows[1:] - rows[:-1]).tobytes() == np.ones(rows.size - 1, np.int64).tobytes()
+    index = slice(rows.item(0), rows.item(-1) + 1) if is_span else rows
+    return Batch(sequences, rows, index, rows_mask, stamp)
 
 
 def column_counts(what: str, entries: int, columns: Columns) -> npt.NDArray[np.int32]:

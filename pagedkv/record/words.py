@@ -150,11 +150,11 @@ class JournalWords:
         """Return a batch whose handles the operation itself checks, as it did when it was recorded."""
         rows = np.array([sequence.row for sequence in sequences], np.int64)
         known = {row for row in rows.tolist() if 0 <= row < self.ledger.config.max_concurrency}
-        return Batch(tuple(sequences), rows, sum(1 << row for row in known), stamp=-1)
+        return Batch(tuple(sequences), rows, rows, sum(1 << row for row in known), stamp=-1)
 
     def _unit_from(self, number: int | None) -> Submission:
         if number is None:
-            return Submission(0, "ended", np.zeros(0, np.int64), 0, {}, {}, is_open=False)
+            return Submission(0, "ended", self._batch_from([]), {}, {}, is_open=False)
         for unit in self.ledger.units.in_flight:
             if unit.number == number:
                 return unit

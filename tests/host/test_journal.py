@@ -20,7 +20,7 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.errors import ConfigError
-from pagedkv.ledger.active_spaces import KEEP_ALL, ActiveSpaces
+from pagedkv.ledger.active_spaces import ActiveSpaces
 from pagedkv.ledger.check import check_ledger
 from pagedkv.ledger.free_runs import FreeRuns
 from pagedkv.ledger.ledger import RECORDED, Ledger
@@ -298,9 +298,8 @@ def test_an_altered_line_stops_the_replay_there(revision: int, changes: dict[str
     assert other_windows.difference == pk.JournalDifference(0, "header", "window_pages", 2, 64)
 
 
-def one_page_more_is_kept(trailing_pages: Callable[..., Any], spaces: ActiveSpaces, keep_tokens: Any) -> Any:
-    more = np.maximum(keep_tokens, spaces.committed_end) + 64
-    return trailing_pages(spaces, np.where(keep_tokens == KEEP_ALL, KEEP_ALL, more))
+def one_page_more_is_kept(trim: Callable[..., Any], spaces: ActiveSpaces, index: Any, provisional: Any = 0) -> Any:
+    return trim(spaces, index, np.full(spaces.committed_end[index].size, 64, np.int32) + (provisional or 0))
 
 
 def full_pages_are_not_frozen(freeze: Callable[..., Any], spaces: ActiveSpaces, row: int) -> Any:
@@ -315,7 +314,7 @@ def ids_come_in_another_order(take: Callable[..., Any], runs: FreeRuns, *argumen
 
 
 @pytest.mark.parametrize(("owner", "method", "change"), [
-    (ActiveSpaces, "trailing_pages", one_page_more_is_kept), (ActiveSpaces, "freeze", full_pages_are_not_frozen),
+    (ActiveSpaces, "trim", one_page_more_is_kept), (ActiveSpaces, "freeze", full_pages_are_not_frozen),
     (FreeRuns, "take", ids_come_in_another_order),
 ])
 def test_a_changed_ledger_is_found_by_an_old_journal(
