@@ -50,11 +50,12 @@ class KeptSpaces:
         self.pages = pages
         self.events = PoolEvents(pool.name, PageEvents()) if events is None else events
         self.by_number: dict[int, KeptSpace] = {}
+        self._partial: dict[int, dict[int, int]] = {}  # page -> the columns, 1 to 63, that each space protects of it
 
     def keep(self, number: int, members: Ids, frontier: int) -> None:
         """Retain pages whose inactive reference and committed columns are set, and protect them.  (C7.8, C9.8)"""
         self.by_number[number] = KeptSpace(members, self.pages.index_of(members), frontier, 0)
-        self._raise_protection(self.by_number[number], frontier)
+        self._raise_protection(number, self.by_number[number], frontier)
 
     def take(self, number: int) -> KeptSpace:
         """Remove a space that becomes active or ends: its protection ends, its references stay.  (C10.4)"""
@@ -93,7 +94,7 @@ class KeptSpaces:
         """Set the protected frontier, up or down.  (C7.8)"""
         space = self.by_number[number]
         if tokens >= space.protected_frontier:
-            self._raise_protection(space, tokens)
+            self._raise_protection(number, space, tokens)
         else:
             self._lower_protection(number, space, tokens)
 
@@ -146,10 +147,13 @@ class KeptSpaces:
 
     def _set_protected(self, number: int, space: KeptSpace, tokens: int) -> None:
         """Note a protected frontier, and the page in which it lies."""
-        for frontier, columns in ((space.protected_frontier, 0), (tokens, tokens & PAGE_MASK)):
-            if frontier & PAGE_MASK:
-                partial = self._partial.setdefault(space.members.item(frontier >> PAGE_SHIFT), {})
-                partial[number] = columns
+        if space.protected_frontier & PAGE_MASK:
+            page = space.members.item(space.protected_frontier >> PAGE_SHIFT)
+            del self._partial[page][number]
+            if not self._partial[page]:
+                del self._partial[page]
+        if tokens & PAGE_MASK:
+            self._partial.setdefault(space.members.item(tokens >> PAGE_SHIFT), {})[number] = tokens & PAGE_MASK
         space.protected_frontier = tokens
 
     def _others(self, number: int, at: Index, before: Ids, changed: Ids) -> npt.NDArray[np.int32] | None:

@@ -1,4 +1,4 @@
-"""Page moves: whole page groups filled, packed, unpacked, or copied in part; and conversions.  (C10.5, C14.4)
+"""Page moves: page groups filled, packed, unpacked, or copied in part; table entries; conversions.  (C10.5, C14.4)
 
 The planes of a call are (array, geometry) pairs.  Page ids are (n,) int32 on the device, 0 <= id < N.  The ops trust
 them; n = 0 does nothing.
@@ -20,6 +20,7 @@ from pagedkv.values.quantities import PAGE_TOKENS, ceil_div
 CONVERT_THREADS = 256
 FILL_THREADS = 128
 MOVE_PAGES_THREADS = 128
+SET_THREADS = 256
 PAGES_MAX = 1 << 31
 """Page ids are int32 everywhere on a device (C11.1)."""
 
@@ -103,6 +104,24 @@ def copy_columns(
         arguments = (plane, np.int32(source), np.int32(destination), *_strides(geometry),
                      np.int32(columns * geometry.row_bytes))
         kernel.launch((geometry.kv_heads, 1, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
+
+
+def set_entries(ops: HasKernels, table: Array, entries: Array, *, stream: Stream) -> None:
+    """Set single entries of a block table, in one launch.  (C11.2)
+
+    Args:
+        table: (C, L) int32.
+        entries: (3, n) int32: the row, the block and the page id of each entry, which the op trusts; n = 0 does
+            nothing.  No entry stands twice.
+    """
+    check_array("the block table", table, np.int32, (None, None), "C14.4")
+    check_array("the entries", entries, np.int32, (3, None), "C14.4")
+    check_disjoint((("the block table", table), ("the entries", entries)), writes=("the block table",))
+    count = int(entries.shape[1])
+    if count:
+        grid = (ceil_div(count, SET_THREADS), 1, 1)
+        arguments = (table, entries, np.int32(count), np.int32(table.shape[1]))
+        ops.kernels.page_moves()["set_entries"].launch(grid, (SET_THREADS, 1, 1), arguments, stream)
 
 
 def bf16_from_f32(ops: HasKernels, destination: Array, source: Array, *, stream: Stream) -> None:

@@ -57,7 +57,14 @@ from pagedkv.store.access import Access
 from pagedkv.store.actions import Actions
 from pagedkv.store.sanitizer import Sanitizer
 from pagedkv.values.config import StoreConfig
-from pagedkv.values.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
+from pagedkv.values.layout import (
+    ATTENTION_WORKSPACE,
+    CONTROL_EGRESS,
+    CONTROL_INGRESS,
+    TABLE_ENTRIES,
+    StoreLayout,
+    build_layout,
+)
 from pagedkv.values.planner import CapacityPlan
 from pagedkv.values.profiles import ROLES
 
@@ -136,8 +143,8 @@ class Store:
         if config.sanitizer:
             self.sanitizer = Sanitizer(self.ops, device, self.stream, planes, self.block_tables, self._ledger.active,
                                        latch=self._access.latch, scratch=self.control_ingress[:1])
-        self._actions = Actions(self.ops, device, self.stream, planes, self.block_tables, self._ledger.active,
-                                self.sanitizer)
+        self._actions = Actions(self.ops, device, self.stream, planes, self.block_tables,
+                                self._slabs[TABLE_ENTRIES], self._ledger.active, self.sanitizer)
 
     # ---- entering, closing, latching ----------------------------------------------------------------------
 
