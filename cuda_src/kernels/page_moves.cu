@@ -5,7 +5,7 @@
 //   pack_pages      (listed pages, heads, 1)    128     0              ops.pack_pages, once per plane
 //   unpack_pages    (listed pages, heads, 1)    128     0              ops.unpack_pages, once per plane
 //   copy_columns    (heads, 1, 1)               128     0              ops.copy_columns, once per plane
-//   set_entries     (ceil(count / 256), 1, 1)   256     0              ops.set_entries
+//   set_entries     (ceil(count / 256), 1, 1)   256     0              the store, through ops.page_moves
 //   bf16_from_f32   (ceil(count / 256), 1, 1)   256     0              ops.bf16_from_f32
 //   f32_from_bf16   (ceil(count / 256), 1, 1)   256     0              ops.f32_from_bf16
 //

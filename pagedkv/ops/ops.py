@@ -6,7 +6,6 @@
     zero_pages, fill_pages                    clear whole page groups, or fill them with a word
     pack_pages, unpack_pages                  gather and scatter whole page groups, for transfers
     copy_columns                              copy a page group's committed columns to another (C10.5)
-    set_entries                               set single entries of a block table (C11.2)
     bf16_from_f32, f32_from_bf16              conversions (NumPy and CuPy have no BF16)
     encode_unrotated                          codec edges, for tests (codecs 6)
 
@@ -62,6 +61,5 @@ class Ops:
     pack_pages = page_moves.pack_pages
     unpack_pages = page_moves.unpack_pages
     copy_columns = page_moves.copy_columns
-    set_entries = page_moves.set_entries
     bf16_from_f32 = page_moves.bf16_from_f32
     f32_from_bf16 = page_moves.f32_from_bf16

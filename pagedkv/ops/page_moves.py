@@ -106,22 +106,16 @@ def copy_columns(
         kernel.launch((geometry.kv_heads, 1, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
 
 
-def set_entries(ops: HasKernels, table: Array, entries: Array, *, stream: Stream) -> None:
-    """Set single entries of a block table, in one launch.  (C11.2)
+def set_entries(ops: HasKernels, table: Array, entries: Array, count: int, *, stream: Stream) -> None:
+    """Set single entries of a block table, in one launch; the store's own call, without checks.  (C11.2)
 
     Args:
         table: (C, L) int32.
-        entries: (3, n) int32: the row, the block and the page id of each entry, which the op trusts; n = 0 does
-            nothing.  No entry stands twice.
+        entries: int32: `count` rows, then as many blocks, then as many page ids; no entry stands twice.
     """
-    check_array("the block table", table, np.int32, (None, None), "C14.4")
-    check_array("the entries", entries, np.int32, (3, None), "C14.4")
-    check_disjoint((("the block table", table), ("the entries", entries)), writes=("the block table",))
-    count = int(entries.shape[1])
-    if count:
-        grid = (ceil_div(count, SET_THREADS), 1, 1)
-        arguments = (table, entries, np.int32(count), np.int32(table.shape[1]))
-        ops.kernels.page_moves()["set_entries"].launch(grid, (SET_THREADS, 1, 1), arguments, stream)
+    grid = (ceil_div(count, SET_THREADS), 1, 1)
+    arguments = (table, entries, np.int32(count), np.int32(table.shape[1]))
+    ops.kernels.page_moves()["set_entries"].launch(grid, (SET_THREADS, 1, 1), arguments, stream)
 
 
 def bf16_from_f32(ops: HasKernels, destination: Array, source: Array, *, stream: Stream) -> None:

@@ -19,6 +19,7 @@ from pagedkv.ledger.free_runs import Ids
 from pagedkv.ledger.ledger import PoolSlices
 from pagedkv.ledger.transaction import TailCopy
 from pagedkv.ops.ops import Ops
+from pagedkv.ops.page_moves import set_entries
 from pagedkv.store.sanitizer import Sanitizer
 from pagedkv.values.planes import PlaneGeometry
 
@@ -73,15 +74,15 @@ class Actions:
     def _set_entries(self, table: Array, spaces: ActiveSpaces, new_slices: TableSlices) -> None:
         """Send a list of entries to the device and set them there, as many at once as its buffer holds."""
         flat = new_slices.flat()
-        count, most = new_slices.pages, self._entries.size // 3
-        entries = np.empty((3, count), np.int32)
+        entries = np.empty((3, new_slices.pages), np.int32)
         entries[0], entries[1] = flat
         entries[2] = spaces.table[flat]
-        for first in range(0, count, most):
-            part = np.ascontiguousarray(entries[:, first : first + most])
-            on_device = self._entries[: part.size].reshape(part.shape)
+        most = self._entries.size // 3
+        for first in range(0, new_slices.pages, most):
+            part = entries[:, first : first + most].reshape(-1)
+            on_device = self._entries[: part.size]
             self._device.copy(on_device, part, self._stream)
-            self._ops.set_entries(table, on_device, stream=self._stream)
+            set_entries(self._ops, table, on_device, part.size // 3, stream=self._stream)
 
     def publish_memberships(self, row: int, tables: Mapping[str, Ids]) -> None:
         """Copy the whole membership of an activated row to the device table of each pool.  (C11.2)"""

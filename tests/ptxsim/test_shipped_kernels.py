@@ -17,6 +17,7 @@ import pytest
 
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16, attention_module, context_module, shipped_modules
+from pagedkv.ops.page_moves import set_entries
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.planes import PackedPlanes
 from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
@@ -109,7 +110,7 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
             packed[f"packed {geometry.role}"] = cache.get(pages)
         table = cache.put(np.zeros((5, 7), np.int32))
         entries = np.array([[4, 0, 2], [6, 0, 3], [11, 12, 13]], np.int32)
-        cache.ops.set_entries(table, cache.put(entries), stream=cache.stream)
+        set_entries(cache.ops, table, cache.put(entries), 3, stream=cache.stream)
         converted = {"table": cache.get(table), "rounded": cache.get(rounded), "promoted": cache.get(promoted)}
         results.append({**cache.host_planes(), **packed, **converted})
 
