@@ -54,32 +54,44 @@ class ControlBuffers:
         self.tokens = self.ingress_device[3 * batch :].reshape(batch, width)
         self.accepted = self.egress_device[:batch]
         self.next_tokens = self.egress_device[batch:].reshape(batch, width)
+        self._rows: npt.NDArray[np.int64] | None = None
+        self._columns = 0
         self.make_inert()
 
     def make_inert(self) -> None:
         """Select no row, as warm-up and capture need it."""
         self.ingress_host[:] = 0
         self.ingress_host[: self.batch] = -1
+        self._rows = None
 
     def blank(self) -> None:
         """Set every egress word on the device to -1, which is no token."""
         self._device.copy(self.egress_device, np.full(self.egress_device.shape, -1, np.int32), self._stream)
 
-    def write(self, rows: npt.NDArray[np.int64], first_positions: Int32, columns: Int32 | int, tokens: Int32) -> None:
+    def write(
+        self, rows: npt.NDArray[np.int64], first_positions: Int32, columns: Int32 | int, tokens: Int32
+    ) -> None:
         """Select rows for the next run; entries beyond them become inert.
 
         Args:
             rows: (b,) execution rows, b <= B.
             first_positions: (b,) int32.
             columns: (b,) int32, or one number for all entries.
-            tokens: (b, W) int32, 0 in dead columns.
+            tokens: (b, W) int32, 0 in dead columns.  With one number of columns and W = 1, or b = 1, only the live
+                ones, (b * columns,).
         """
-        count, batch = len(rows), self.batch
-        self.make_inert()
-        self.ingress_host[:count] = rows
+        count, batch = rows.size, self.batch
+        if rows is not self._rows or columns != self._columns:  # mostly the words of the last run are right
+            self.make_inert()
+            self.ingress_host[:count] = rows
+            self.ingress_host[2 * batch : 2 * batch + count] = columns
+            if type(columns) is int and not rows.flags.writeable:
+                self._rows, self._columns = rows, columns
         self.ingress_host[batch : batch + count] = first_positions
-        self.ingress_host[2 * batch : 2 * batch + count] = columns
-        self.ingress_host[3 * batch :].reshape(batch, self.width)[:count] = tokens
+        if tokens.ndim == 1:
+            self.ingress_host[3 * batch : 3 * batch + tokens.size] = tokens
+        else:
+            self.ingress_host[3 * batch :].reshape(batch, self.width)[:count] = tokens
 
     def read_next_tokens(self, count: int) -> Int32:
         """Return a copy of next_tokens (count, W) of the first entries; the unit must have completed."""

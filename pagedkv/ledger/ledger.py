@@ -27,10 +27,20 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.errors import MisuseError, PagedKVError, shown
 from pagedkv.ledger.active_spaces import ActiveSpaces, TableSlices, Tokens
-from pagedkv.ledger.batch import Batch, Columns, EntryColumns, batch_of, column_counts
+from pagedkv.ledger.batch import (
+    Batch,
+    Columns,
+    EntryColumns,
+    batch_after,
+    batch_of,
+    column_counts,
+    common_ends,
+    numbers_of,
+)
 from pagedkv.ledger.continuations import Continuation, Continuations
 from pagedkv.ledger.events import PageEvents, PoolEvents
 from pagedkv.ledger.free_runs import highest
@@ -132,6 +142,8 @@ class Ledger:
         self.transactions = Transactions(config, self.active, self.sequences, self.continuations, self.growth)
         self.units = Units()
         self._aborting: dict[int, Sequence] = {}
+        self._uniform: dict[tuple[int, int], tuple[Tokens, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]] = {}
+        self._last_batch = batch_of((), *numbers_of(()), self.sequences.stamp)
 
     def record_in(self, recorder: Recorder) -> None:
         """Report every later call of a recorded operation of this ledger; called once, by the store."""
@@ -290,12 +302,15 @@ class Ledger:
 
     def batch(self, sequences: SequenceOf[Sequence]) -> Batch:
         """Select sequences, in batch order.  (C11.3)"""
-        handles = tuple(sequences)
-        self.sequences.require_all_current(handles)
-        batch = batch_of(handles, self.sequences.stamp)
+        handles, previous = tuple(sequences), self._last_batch
+        first, last = ends = common_ends(previous.sequences, handles)
+        self.sequences.require_all_current(handles[first : len(handles) - last])
+        batch = batch_after(previous, handles, ends, previous.stamp)
+        self._require_batch(batch)  # the handles of the previous batch may have ended
         if not len(batch) or batch.rows_mask.bit_count() != len(batch):
             raise MisuseError("a batch", expected="at least one sequence, each once", got=list(sequences),
                               remedy="select distinct sequences", clause="C14.4")
+        self._last_batch = batch
         return batch
 
     @recorded
@@ -498,21 +513,35 @@ class Ledger:
         if type(batch) is not Batch:
             raise MisuseError("a batch", expected="what batch(sequences) returned", got=shown(batch),
                               remedy="select the sequences with batch first", clause="C11.3")
-        if batch.stamp != self.sequences.stamp:
-            for sequence in batch.sequences:
-                self.sequences.require_current(sequence)
-            batch.stamp = self.sequences.stamp
+        sequences = self.sequences
+        if batch.stamp != sequences.stamp:
+            is_own = batch.stamp >> 32 == sequences.store_id
+            if not is_own or sequences.serials[batch.rows].tobytes() != batch.serials.tobytes():
+                for sequence in batch.sequences:
+                    sequences.require_current(sequence)
+            batch.stamp = sequences.stamp
 
     def _entry_columns(self, batch: Batch, pool: str, columns: Columns) -> EntryColumns:
         """Return the columns of batch entries, and spread over rows; cached if all entries write the same number."""
+        spaces = self.active[pool]
+        if type(columns) is int and 0 <= columns <= VERIFY_WIDTH_MAX:
+            count = len(batch.sequences)
+            uniform = self._uniform.get((count, columns))
+            if uniform is None:
+                counts = np.full(count, columns, np.int32)
+                counts.flags.writeable = False
+                uniform = self._uniform[count, columns] = counts, counts.view(_UINT32), np.zeros(count, np.bool_)
+            by_row = np.zeros_like(spaces.committed_end)
+            by_row[batch.index] = columns
+            by_row.flags.writeable = False
+            counts, limits, is_beyond = uniform
+            batch.by_width[columns] = entry = EntryColumns(counts, by_row, limits, is_beyond, True)
+            return entry
         counts = column_counts(f"columns of a unit in pool {pool}", len(batch), columns)
-        entry = EntryColumns(counts, self.active[pool].by_row(batch.index, counts), counts.view(np.uint32),
-                             np.zeros(counts.size, np.bool_), highest(counts) <= PAGE_TOKENS)
-        counts.setflags(write=False)  # a caller sees them, and `commit_unit` compares with them
-        entry.by_row.setflags(write=False)
-        if type(columns) is int and columns <= VERIFY_WIDTH_MAX:
-            batch.by_width[columns] = entry
-        return entry
+        by_row = spaces.by_row(batch.index, counts)
+        counts.flags.writeable = by_row.flags.writeable = False  # a caller sees them, and `commit_unit` compares
+        return EntryColumns(counts, by_row, counts.view(_UINT32), np.zeros(counts.size, np.bool_),
+                            highest(counts) <= PAGE_TOKENS)
 
     def _accepted(self, unit: Submission, pool: str, columns: Columns) -> Tokens:
         """Return accepted columns as (B,) int32; refuse more than the unit wrote.  (C9.5)"""

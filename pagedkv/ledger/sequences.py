@@ -14,7 +14,6 @@ is refused.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from dataclasses import dataclass
 
@@ -103,11 +102,12 @@ class Sequences:
 
     def require_all_current(self, sequences: tuple[Sequence, ...]) -> None:
         """Refuse the first handle that `require_current` refuses; handles that the store made cost no call each."""
-        if set(map(type, sequences)) <= {Sequence}:
-            current = self.current
-            with contextlib.suppress(IndexError, TypeError):  # a forged handle, whose row is none
-                if all(map(operator.is_, [current[sequence.row] for sequence in sequences], sequences)):
-                    return
+        current = self.current
+        try:
+            if all(map(operator.is_, [current[sequence.row] for sequence in sequences], sequences)):
+                return
+        except Exception:  # noqa: BLE001 - something else than a handle; the loop below says so
+            pass
         for sequence in sequences:
             self.require_current(sequence)
 

@@ -150,7 +150,7 @@ class JournalWords:
         """Return a batch whose handles the operation itself checks, as it did when it was recorded."""
         rows = np.array([sequence.row for sequence in sequences], np.int64)
         known = {row for row in rows.tolist() if 0 <= row < self.ledger.config.max_concurrency}
-        return Batch(tuple(sequences), rows, rows, sum(1 << row for row in known), stamp=-1)
+        return Batch(tuple(sequences), rows, rows, rows, sum(1 << row for row in known), stamp=-1)
 
     def _unit_from(self, number: int | None) -> Submission:
         if number is None:

@@ -18,8 +18,8 @@ from pagedkv.ledger.ledger import Ledger
 
 PLAIN = frozenset({type(None), bool, int, float, str, bytes, slice})
 
-UNSEEN = frozenset({"config", "_crossing", "_unit_ends", "_is_beyond", "is_beyond"})
-"""Attributes that no snapshot holds: a frozen value, and scratch buffers that no call reads before it writes."""
+UNSEEN = frozenset({"config", "_crossing", "_unit_ends", "_is_beyond", "is_beyond", "_last_batch", "_uniform"})
+"""Attributes that no snapshot holds: a frozen value, buffers that no call reads before it writes, and caches."""
 
 
 def runs_of(free: FreeRuns) -> list[tuple[int, int]]:
