@@ -380,16 +380,15 @@ class DecodeLoop:
             graph.unit.control.blank()
         calls_before = self.store.device.driver_calls
         self._pending = _Pending(batch, "decode", _NO_FRONTIERS)
+        _DOMAIN.push_range(_DECODE)
         try:
-            _DOMAIN.push_range(_DECODE)
-            try:
-                sampled = self._run(graph, batch, 1, outputs.last_tokens[batch.index])
-            finally:
-                _DOMAIN.pop_range()
+            sampled = self._run(graph, batch, 1, outputs.last_tokens[batch.index])
             self._outputs, self._pending = outputs.with_tokens(batch, sampled, stops), None
         except BaseException as error:
             self._recover_after(error)
             raise
+        finally:
+            _DOMAIN.pop_range()
         self.statistics.decode_steps += 1
         self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
 
@@ -431,17 +430,14 @@ class DecodeLoop:
         batch, left = prompt.batch, prompt.tokens_left
         (sequence,), done = batch.sequences, prompt.ids.size - left
         self._pending = _Pending(batch, "prefill", np.array([prompt.start + done], np.int32))
+        _DOMAIN.push_range(_PREFILL)
         try:
             token = 0
             for first in range(done, done + count, self.prefill_chunk):
                 chunk = prompt.ids[first : min(first + self.prefill_chunk, done + count)]
                 width = prefill_width(chunk.size, chunk=self.prefill_chunk)
                 graph = self._graph("prefill", 1, width)
-                _DOMAIN.push_range(_PREFILL)
-                try:
-                    token = self._run(graph, batch, chunk.size, chunk).item(0)
-                finally:
-                    _DOMAIN.pop_range()
+                token = self._run(graph, batch, chunk.size, chunk).item(0)
             if count < left:
                 outputs = self._outputs.without(sequence)
             else:
@@ -452,6 +448,8 @@ class DecodeLoop:
         except BaseException as error:
             self._recover_after(error)
             raise
+        finally:
+            _DOMAIN.pop_range()
 
     def _recover_after(self, error: BaseException) -> None:
         """Recover from an error; what goes wrong meanwhile becomes a note of it, and the next call tries again."""

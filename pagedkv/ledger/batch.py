@@ -74,7 +74,7 @@ def batch_of(
     sequences: tuple[Sequence, ...], rows: npt.NDArray[np.int64], serials: npt.NDArray[np.int64], stamp: int
 ) -> Batch:
     """Return the batch of sequences whose handles the caller has checked; each row stands once in its mask."""
-    rows.flags.writeable = False
+    rows.flags.writeable = serials.flags.writeable = False
     count = rows.size
     if count == 1:
         row = rows.item(0)

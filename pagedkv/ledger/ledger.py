@@ -346,7 +346,8 @@ class Ledger:
                 if not is_ready and not spaces.is_writable():
                     self._require_writable(batch, pool, entry)
                 crossing = [*(crossing or ()), (pool, spaces, is_ready and entry.is_narrow)]
-            first_positions[pool] = spaces.committed_end[batch.rows]
+            first_positions[pool] = first = spaces.committed_end[batch.rows]
+            first.setflags(write=False)
         self.unsettled = "begin_unit"
         slices: PoolSlices = {}
         for pool, spaces, is_one_page in crossing or ():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import DecodeLoop
+from pagedkv.graphs import DecodeLoop, StepTokens
 from tests.hostile.interrupt import ERRORS, Interrupt
 from tests.toy_model import ToyModel, prompt
 
@@ -32,6 +32,7 @@ class Stage:
         for _ in range(2):
             self.loop.step(self.running)
         self.fresh = self.store.activate(prompt_tokens=40, output_tokens=20)
+        self.delivered: StepTokens | None = None
         self.texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in [*self.running, self.fresh]}
 
     def prefill(self) -> None:
@@ -40,12 +41,15 @@ class Stage:
             self.loop.prefill(self.fresh, prompt(40, 9))
 
     def step(self) -> None:
-        """Advance the two sequences, and note their tokens."""
-        self.note(self.loop.step(self.running))
+        """Advance the two sequences, and note their tokens, of an interrupted call those that it was to note."""
+        if self.delivered is None:
+            self.delivered = self.loop.step(self.running)
+        self.note(self.delivered)
+        self.delivered = None
 
-    def note(self, delivered: dict[pk.Sequence, list[int]]) -> None:
+    def note(self, delivered: StepTokens) -> None:
         """Append delivered tokens to the texts."""
-        for sequence, tokens in delivered.items():
+        for sequence, tokens in list(delivered.items()):  # after that no line of the product runs
             self.texts[sequence] += tokens
 
     def go_on(self) -> list[list[int]]:
