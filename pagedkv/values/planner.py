@@ -173,11 +173,12 @@ def plan(
                               remedy="pass what the device reports", clause="C5.3")
     curve = capacity_curve(config)
     least, most = acceptable_pages(config)
-    pages: int | None = most
+    pages = most
     if free_bytes is not None:
-        pages = curve.choose(budget_bytes=free_bytes - headroom_bytes(config), least=least, most=most)
-        if pages is None:
+        chosen = curve.choose(budget_bytes=free_bytes - headroom_bytes(config), least=least, most=most)
+        if chosen is None:
             raise _too_little(config, curve, free_bytes)
+        pages = chosen
     resolved = config.with_pages(pages)
     layout = _layout_on(curve, resolved, pages)
     return CapacityPlan(

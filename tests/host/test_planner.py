@@ -162,7 +162,7 @@ def test_a_plan_accounts_for_every_byte(backend: Backend | None) -> None:
 
     assert planned.pages == 20
     assert sum(planned.owners.values()) == planned.bytes == curve.bytes_at(20)
-    assert planned.slack + planned.bytes == planned.free_bytes
+    assert (planned.slack, planned.free_bytes) == (1000, planned.bytes + 1000)
     assert (planned.owners["sequence state"], planned.owners["graph allowance"]) == (17, 7)
     assert {"guard pages", "block tables", "control buffers", "attention workspace"} <= planned.owners.keys()
     assert (planned.is_clamped, planned.bytes_max) == (True, curve.bytes_at(64))

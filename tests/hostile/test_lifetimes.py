@@ -96,7 +96,9 @@ def test_stores_that_come_and_go_leave_nothing(
 
 def observed(store: pk.Store) -> None:
     """Observe with an observer that holds the store."""
-    store.observe(lambda event, store=store: None)
+    seen: list[object] = [store]
+    store.observe(seen.append)
+    seen.append(store.observe(seen.append))
 
 
 def refused(store: pk.Store) -> None:
@@ -108,10 +110,10 @@ def refused(store: pk.Store) -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "deferred"])
-@pytest.mark.parametrize("and_also", [lambda store: None, observed, refused, pk.Store.check], ids=str)
+@pytest.mark.parametrize("and_also", [pk.Store.poll, observed, refused, pk.Store.check], ids=str)
 @pytest.mark.parametrize("is_sanitizing", [False, True])
 @pytest.mark.usefixtures("no_collector")
-def test_no_cycle_keeps_a_store(and_also: Callable[[pk.Store], None], is_sanitizing: bool, mode: str) -> None:
+def test_no_cycle_keeps_a_store(and_also: Callable[[pk.Store], object], is_sanitizing: bool, mode: str) -> None:
     """C5.4: store, ledgers, journal, loop and device go with their last reference, and all memory with them."""
     device = CpuDevice(mode=mode)
     store = pk.open_store(replace(CONFIG, sanitizer=is_sanitizing), device, journal=io.StringIO())
@@ -132,7 +134,7 @@ def test_no_cycle_keeps_a_store(and_also: Callable[[pk.Store], None], is_sanitiz
 @pytest.mark.usefixtures("no_collector")
 def test_a_closed_store_holds_no_device_memory() -> None:
     """C5.4: a caller may keep the closed store for its evidence and counters."""
-    device = pk.open_device("cpu")
+    device = CpuDevice()
     for config in (CONFIG, replace(CONFIG, sanitizer=True)):
         store = pk.open_store(config, device)
         use(store)
