@@ -110,7 +110,8 @@ def refused(store: pk.Store) -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "deferred"])
-@pytest.mark.parametrize("and_also", [pk.Store.poll, observed, refused, pk.Store.check], ids=str)
+@pytest.mark.parametrize("and_also", [pk.Store.poll, observed, refused, pk.Store.check],
+                         ids=["poll", "observed", "refused", "check"])
 @pytest.mark.parametrize("is_sanitizing", [False, True])
 @pytest.mark.usefixtures("no_collector")
 def test_no_cycle_keeps_a_store(and_also: Callable[[pk.Store], object], is_sanitizing: bool, mode: str) -> None:
