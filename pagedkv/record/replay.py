@@ -280,7 +280,7 @@ class _Replay:
             arguments = self._words.arguments_from(line["arguments"])
         except PagedKVError as error:  # a target that no caller can make
             return refusal_words(error)
-        except Exception as error:  # whatever the line holds
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._reader.malformed(number, f"arguments of {line['operation']}", repr(error)) from error
         with Caught() as caught:
             return self._words.outcome(line["revision"], arguments, operation(**arguments))
