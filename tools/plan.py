@@ -8,6 +8,7 @@ the same bytes with it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from json import dumps
 from typing import Any
 
@@ -167,6 +168,7 @@ def _table(plan: pk.CapacityPlan, same_plan: str) -> list[str]:
     return [*lines, "", f"the same plan: {same_plan}"]
 
 
-def _rows(title: str, counts: dict[str, int]) -> list[str]:
+def _rows(title: str, counts: Mapping[str, int | None]) -> list[str]:
     head = [f"{title:<36}{'bytes':>20}"] if title else []
-    return head + [f"  {name:<34}{count:>20}  {readable(count):>10}" for name, count in counts.items()]
+    return head + [f"  {name:<34}{count:>20}  {readable(count):>10}" for name, count in counts.items()
+                   if count is not None]

@@ -239,6 +239,6 @@ def _inactive_pages(
     parts = [space.members for space in kept.by_number.values()]
     sizes = np.array([members.size for members in parts], np.int64)
     members = np.concatenate([np.empty(0, np.int32), *parts])
-    blocks = np.array([block for size in sizes.tolist() for block in range(size)], np.int32)
+    blocks = (np.arange(members.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)).astype(np.int32)
     columns = np.repeat(np.array(ends, np.int32), sizes) - (blocks << PAGE_SHIFT)
     return members, blocks, np.minimum(np.maximum(columns, 0), PAGE_TOKENS)

@@ -134,6 +134,11 @@ class Ledger:
         for name in RECORDED:
             setattr(self, name, _reporting(getattr(self, name), recorder, lambda: self.unsettled))
 
+    def end_record(self) -> None:
+        """Report no further call: the recorder and this ledger hold each other until then."""
+        for name in RECORDED:
+            vars(self).pop(name, None)
+
     # ---- transactions -----------------------------------------------------------------------------
 
     @recorded

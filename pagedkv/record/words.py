@@ -18,6 +18,7 @@ Both describe answers with `outcome`, so the replay compares like with like.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -40,6 +41,9 @@ COLUMNS = frozenset({"columns", "accepted", "provisional"})
 
 INT_MAX = 1 << 62
 """A larger int is written as opaque: `json` raises at one of 5,000 digits, and the journal would end there."""
+
+
+INTEGER_DTYPE = re.compile("[<>|=]?[iub][1248]")
 
 
 class Opaque:
@@ -275,5 +279,7 @@ def _counts_from(words: object) -> object:
     if isinstance(words, dict):
         if "opaque" in words:
             return Opaque(words["opaque"])
+        if not INTEGER_DTYPE.fullmatch(words["dtype"]):  # another one could take any amount of memory
+            raise ValueError(f"{words['dtype']!r} is no dtype of counts")
         return np.array(words["array"], np.dtype(words["dtype"]))
     return words

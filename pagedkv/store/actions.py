@@ -50,6 +50,10 @@ class Actions:
         self._active = active
         self._sanitizer = sanitizer
 
+    def close(self) -> None:
+        """Let go of the store's arrays."""
+        self._planes, self._tables, self._sanitizer = {}, {}, None
+
     def publish(self, slices: PoolSlices) -> None:
         """Copy each new slice of each row to the device table, and record an event for it.  (C11.2)"""
         for pool, new_slices in slices.items():

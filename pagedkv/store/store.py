@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import NoReturn, Self
@@ -69,8 +70,8 @@ class Store:
     """A KV store on one device; made by `open_store`.
 
     Attributes:
-        config: the configuration, with its capacity resolved; fixed.
-        plan: the plan that resolved automatic capacity; None if capacity was explicit (C5.2).
+        config: the configuration of the plan, with its capacity resolved; fixed.
+        plan: Main's capacity in pages and in token-equivalents (`plan.tokens`, C5.5), and every byte by owner.
         device, stream: everything runs on this device and this one ordered stream.
         owns_device: whether `close` closes the device too, because `open_store` opened it by name.
         ops: launches the kernels on this device.
@@ -81,7 +82,6 @@ class Store:
         sanitizer: looks for corruption; None unless `config.sanitizer`.
         workspace: uint8, for the attention of every unit on `stream`; None if no unit needs it.
         control_ingress, control_egress: int32 words of every unit on `stream`, at fixed addresses (C15.1).
-        graph_bytes: bytes of `graph_buffer` so far; the plan holds an allowance for them.
 
     A sequence's budget, a backend's lead included, is reserved in whole pages.  So its row may write to the end of the
     last page, below max_context; `covered_columns` returns how far.
@@ -93,11 +93,9 @@ class Store:
     """
 
     def __init__(
-        self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None, journal: Journal | None = None,
-        owns_device: bool = False,
+        self, plan: CapacityPlan, device: Device, *, journal: Journal | None = None, owns_device: bool = False,
     ) -> None:
-        require_config(config)
-        self.config = config
+        self.config = config = plan.config
         self.device = device
         self.owns_device = owns_device
         self.plan = plan
@@ -116,7 +114,8 @@ class Store:
         self.workspace: Array | None = self._slabs.get(ATTENTION_WORKSPACE)
         self.control_ingress: Array = self._slabs[CONTROL_INGRESS]
         self.control_egress: Array = self._slabs[CONTROL_EGRESS]
-        self.graph_bytes = 0
+        self._graph_buffers: list[weakref.ref[Array]] = []
+        self._closed_parts = 0
         self.block_tables: dict[str, Array] = {
             pool.name: self._slabs[f"{pool.name}.block_table"] for pool in config.pools
         }
@@ -147,12 +146,11 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        if error is None:
             self.close()
-        except PagedKVError as second:
-            if error is None:
-                raise
-            error.add_note(f"and the store could not be closed well: {second}")
+            return
+        with Caught(error):
+            self.close()
 
     def __reduce__(self) -> NoReturn:
         raise MisuseError("a copy of a store", expected="one object for one set of device arrays", got="copy or pickle",
@@ -161,35 +159,57 @@ class Store:
     def close(self) -> None:
         """Wait for the stream, give the slabs back, and close the journal and a device that `open_store` opened.
 
-        A capture on the store's stream is aborted first.  Closing twice is harmless.
+        A capture on the store's stream is aborted first.  Units in flight end without a commit when the device has
+        finished them; one WARNING of the `pagedkv` log names them and their sequences.  Observers hear nothing more.
+        An array that the caller still holds keeps its memory until the caller drops it.
+
+        Closing twice is harmless, and goes on where an interrupt stopped the first call.
 
         Raises:
             DeviceFault: a kernel failed, or wrote beyond a buffer.
             JournalFailed: a line of the journal could not be written.
-            The store is closed nevertheless, also after every other error of the stream.
+            The store is closed nevertheless, also after every other error of the stream.  Of several errors the first
+            is raised, and the others are notes of it.
         """
-        if self._access.is_closed:
-            return
-        self._access.require_owner("close")
-        try:
-            try:
-                if self.stream.is_capturing:
-                    self.device.abort_capture(self.stream)
-                if self._access.fault is None:
-                    with self._access:
-                        self.stream.synchronize()
-            finally:
-                self._access.is_closed = True
-                self.views.clear()
-                self.block_tables.clear()
-                self._slabs.clear()
-                self.workspace = self.control_ingress = self.control_egress = self.sanitizer = None
-                if self.owns_device:
-                    self.device.close()
-        except BaseException as error:
-            if self._journal is not None:
-                self._journal.close_after(error)
-            raise
+        if self._closed_parts < len(_CLOSING):
+            self._access.require_owner("close")
+        first: BaseException | None = None
+        for close_part in _CLOSING[self._closed_parts :]:
+            with Caught(first, all_kinds=True) as caught:
+                close_part(self)
+            first = first or caught.error
+            self._closed_parts += 1
+        if first is not None:
+            raise first
+
+    def _finish_work(self) -> None:
+        if self.stream.is_capturing:
+            self.device.abort_capture(self.stream)
+        if self._access.fault is None:
+            with self._access:
+                self.stream.synchronize()
+
+    def _report_ended_units(self) -> None:
+        running = self._ledger.sequences.handles()
+        texts = [f"{unit.label} of {', '.join(str(one) for one in running if unit.rows_mask >> one.row & 1)}"
+                 for unit in self._ledger.units.in_flight]
+        if texts:
+            _LOG.warning("close ended units in flight without a commit: %s", "; ".join(texts))
+
+    def _give_back(self) -> None:
+        self._access.is_closed = True
+        self._ledger.end_record()
+        self._ledger.events.end()
+        self._actions.close()
+        self._events.clear()
+        self.views.clear()
+        self.block_tables.clear()
+        self._slabs.clear()
+        self.workspace = self.control_ingress = self.control_egress = self.sanitizer = None
+        if self.owns_device:
+            self.device.close()
+
+    def _close_journal(self) -> None:
         if self._journal is not None:
             self._journal.close()
 
@@ -550,19 +570,20 @@ class Store:
             graph.launch(self.stream)
 
     def graph_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Allocate a buffer for a captured unit, and add it to `graph_bytes`.  (C5.4)
+        """Allocate a buffer for a captured unit; it counts in `graph_bytes` until its last user drops it.  (C5.4)
 
-        The plan has an allowance for all these buffers.  If they exceed it, a warning is logged once.
+        The plan has an allowance for all these buffers.  If capacity was automatic, a warning is logged each time that
+        they come to exceed it.
         """
         self._access.enter("graph_buffer")
         with self._access:
             buffer = self.device.empty(shape, dtype)
-        allowance = self.config.allowance_bytes
-        is_first_excess = self.graph_bytes <= allowance < self.graph_bytes + int(buffer.nbytes)
-        self.graph_bytes += int(buffer.nbytes)
-        if is_first_excess and self.plan is not None:
+        before, allowance = self.graph_bytes, self.config.allowance_bytes
+        self._graph_buffers = [known for known in self._graph_buffers if known() is not None]
+        self._graph_buffers.append(weakref.ref(buffer))
+        if self.plan.free_bytes is not None and before <= allowance < before + int(buffer.nbytes):
             _LOG.warning("buffers of captured units take %d bytes, %d were planned; set graph_allowance_bytes",
-                         self.graph_bytes, allowance)
+                         before + int(buffer.nbytes), allowance)
         return buffer
 
     # ---- between units ----------------------------------------------------------------------------
@@ -679,6 +700,12 @@ class Store:
     # ---- evidence ---------------------------------------------------------------------------------
 
     @property
+    def graph_bytes(self) -> int:
+        """Bytes of the buffers of `graph_buffer` that somebody still uses; the plan holds an allowance for them."""
+        buffers = (known() for known in self._graph_buffers)
+        return sum(int(buffer.nbytes) for buffer in buffers if buffer is not None)
+
+    @property
     def published_slices(self) -> int:
         """Table slices copied to the device so far.  (C11.2)"""
         return self._actions.published_slices
@@ -783,6 +810,10 @@ class Store:
             k_pages, v_pages, k_scale_pages, v_scale_pages, self.block_tables[pool_name], pool.geometry.head_dim,
             pool.geometry.kv_heads, pool.profile, pool.order, self.config.max_context,
         )
+
+
+_CLOSING = (Store._finish_work, Store._report_ended_units, Store._give_back, Store._close_journal)
+"""The parts of `Store.close`, in order; each runs whatever became of the one before."""
 
 
 def _counts(columns: Columns) -> Columns:
