@@ -8,7 +8,8 @@
 A step extends the leases that are nearly used up (`begin_round`, with lease growth), maps and publishes the column that
 each row will write (`begin_unit`), writes the selectors, replays, waits and commits.  Prefill samples the first token
 and the first step delivers it; the last token is never written to the cache.  The loop decides on stop tokens and
-lengths, the model samples (C1.2, C14).  A row ends with reason "length" where no lease covers its next column (C9.2).
+lengths, the model samples (C1.2, C14).  A row ends with reason "length" where no lease covers its next column and one
+forced span (C9.2).
 
 The loop remembers a sequence until `forget`, or until it prefills or resumes another sequence of the same row: at most
 `max_concurrency` sequences.
@@ -143,7 +144,7 @@ class DecodeLoop:
             sequence: active; the prompt begins at its committed frontier.
             prompt_ids: token ids, at least one, within the activated budget.  Output may use the rest of the budget,
                 also where that is more than `output_tokens` of the activation.  With lease growth the prompt must lie
-                within the reserved pages, as the activated prompt does.
+                within the reserved pages without the room for a forced span, as the activated prompt does.
 
         Raises:
             MisuseError: no token, more than the budget or the lease holds, or ids that are no int32 of 0 or more.
@@ -159,7 +160,9 @@ class DecodeLoop:
                 got=f"{ids.size}", remedy="activate with the prompt's length", clause="C9.2",
             )
         batch = self.store.batch([sequence])
-        covered = int(self.store.covered_columns(batch)[0])
+        covered = int(self.store.covered_columns(batch, forced=True)[0])
+        if covered < budget - start:  # the lease may still grow: a prompt leaves the room for the forced span
+            covered = int(self.store.covered_columns(batch)[0])
         if ids.size > covered:
             raise pk.MisuseError(
                 f"a prompt of {ids.size} tokens for {sequence}",
@@ -219,8 +222,8 @@ class DecodeLoop:
         """Advance every unfinished sequence by one token, in one replay.
 
         A stop token is delivered and ends its sequence.  The end of the activated budget also ends it, and with lease
-        growth the end of what the pool could reserve.  A sequence that has ended may be named, finished in the store or
-        not: it gets its undelivered tokens, then nothing.
+        growth the end of what the pool could reserve, where a forced span still fits.  A sequence that has ended may be
+        named, finished in the store or not: it gets its undelivered tokens, then nothing.
 
         Returns:
             The new tokens of each sequence that got any, the first one of its prefill included.
@@ -328,7 +331,7 @@ class DecodeLoop:
         return self._selection
 
     def _extend_leases(self, running: list[pk.Sequence]) -> list[pk.Sequence]:
-        """Extend leases; end the rows without a lease for their next column, and return the others.  (C9.2, C16.17)"""
+        """Extend leases; end rows without one for their next column and a forced span; return the others.  (C9.2)"""
         unextended = self.store.begin_round(self._select(running)[0])
         if not unextended:
             return running

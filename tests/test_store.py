@@ -115,7 +115,7 @@ def test_lost_handles_are_found_again() -> None:
         unit = store.units()[0]
         store.wait(unit)
         store.commit(unit)
-        saved = store.finish(store.sequences()[0], retain=True)
+        saved = store.finish(store.sequences()[0], retain=True, state=pk.STATE_FOLLOWS)
         assert (store.sequences(), store.units(), store.continuations()) == ([second], [], [saved])
 
 

@@ -43,7 +43,7 @@ from pagedkv.errors import (
 )
 from pagedkv.ledger.batch import Batch, Columns
 from pagedkv.ledger.check import check_ledger
-from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.continuations import Continuation, Frontier
 from pagedkv.ledger.events import PageObserver
 from pagedkv.ledger.inspect import StoreInspection, inspect_ledger
 from pagedkv.ledger.kept_spaces import KeptSpace
@@ -300,14 +300,18 @@ class Store:
         self._access.enter("explain")
         return self._ledger.transactions.explain(target)
 
-    def finish(self, sequence: Sequence, *, retain: bool = False, state: object = None) -> Continuation | None:
+    def finish(
+        self, sequence: Sequence, *, retain: bool = False, state: object = None, state_frontier: Frontier | None = None
+    ) -> Continuation | None:
         """End a sequence: trim, give up reservation and row, then release its pages or retain them.  (C9.8)
 
         Args:
             sequence: active, and no unit in flight selects it.
             retain: keep its pages as an immutable continuation, which protects all committed tokens.
-            state: the caller's state at the frontier, which the store never reads.  None means that it is not complete:
-                then no sequence can be activated from the continuation until `attach_state` (C2.2).
+            state: the caller's state, which the store never reads; it goes with `retain`.  `STATE_FOLLOWS` says that it
+                comes later: no sequence can be activated from the continuation until `attach_state` (C2.2).
+            state_frontier: the committed tokens of each pool that the state needs.  None is Main's frontier, for every
+                pool; a number is for every pool; a mapping names every pool (C9.9).
 
         Returns:
             The continuation, or None without `retain`.
@@ -315,11 +319,12 @@ class Store:
         Raises:
             UnitInFlight: a unit in flight selects it (C12.2).
             StaleHandle: it has ended.
-            MisuseError: a copy uses one of its pages; a state without `retain`; or with `retain`, Main has no committed
-                token, or a backend's frontier is beyond Main's (C13.2).
+            MisuseError: a copy uses one of its pages; a state without `retain`; or with `retain`, there is no state, a
+                pool is behind the frontier of the state, Main has no committed token, or a backend's frontier is beyond
+                Main's (C13.2).
         """
         self._access.enter("finish", is_publishing=self.sanitizer is not None)
-        continuation = self._ledger.finish(sequence, retain=retain, state=state)
+        continuation = self._ledger.finish(sequence, retain=retain, state=state, state_frontier=state_frontier)
         self._settle()
         return continuation
 
@@ -337,8 +342,12 @@ class Store:
 
     # ---- continuations ----------------------------------------------------------------------------
 
-    def try_snapshot(self, sequence: Sequence, *, state: object = None) -> Continuation | Refusal:
+    def try_snapshot(
+        self, sequence: Sequence, *, state: object = None, state_frontier: Frontier | None = None
+    ) -> Continuation | Refusal:
         """Checkpoint an active sequence at a boundary; it runs on.  (C10.6)
+
+        `state` and `state_frontier` are as of `finish`.
 
         The checkpoint shares the full pages.  If the frontier lies inside a page, its committed columns are copied into
         a new page of the checkpoint, so no table entry changes.  Launches: one per plane of a copied tail.
@@ -352,7 +361,7 @@ class Store:
             DeviceFault: a copy failed; every claim was given back.
         """
         self._access.enter("snapshot", is_publishing=True)
-        transaction = self._ledger.prepare_snapshot(sequence, state)
+        transaction = self._ledger.prepare_snapshot(sequence, state, state_frontier)
         if isinstance(transaction, Refusal):
             return transaction
         self._follow(transaction)
@@ -360,14 +369,18 @@ class Store:
         self._settle()
         return checkpoint
 
-    def snapshot(self, sequence: Sequence, *, state: object = None) -> Continuation:
+    def snapshot(
+        self, sequence: Sequence, *, state: object = None, state_frontier: Frontier | None = None
+    ) -> Continuation:
         """Checkpoint an active sequence at a boundary; it runs on.  (C10.6)
+
+        `state` and `state_frontier` are as of `finish`.
 
         Raises:
             SnapshotRefused: no free page for a copied tail, or provisional pages are mapped.
             UnitInFlight, StaleHandle, MisuseError, CaptureRefused, DeviceFault: as `try_snapshot`.
         """
-        answer = self.try_snapshot(sequence, state=state)
+        answer = self.try_snapshot(sequence, state=state, state_frontier=state_frontier)
         if isinstance(answer, Refusal):
             is_provisional = answer.reason == "provisional"
             raise SnapshotRefused(
@@ -401,18 +414,23 @@ class Store:
         self._ledger.protect(continuation, tokens, pool)
         self._settle()
 
-    def attach_state(self, continuation: Continuation, state: object) -> None:
-        """Replace the caller's state of a continuation; None means that it is not complete.  (C2.2)
+    def attach_state(
+        self, continuation: Continuation, state: object, *, state_frontier: Frontier | None = None
+    ) -> None:
+        """Replace the caller's state of a continuation; `STATE_FOLLOWS` takes it back.  (C2.2, C9.8)
+
+        `state` and `state_frontier` are as of `finish`.
 
         Raises:
             StaleHandle: it was released or moved.
+            MisuseError: there is no state, or a pool is behind its frontier; nothing changed.
         """
         self._access.enter("attach_state")
-        self._ledger.attach_state(continuation, state)
+        self._ledger.attach_state(continuation, state, state_frontier)
         self._settle()
 
     def state_of(self, continuation: Continuation) -> object:
-        """Return the caller's state of a continuation, or None.  (C2.2)
+        """Return the caller's state of a continuation, or None while there is none.  (C2.2)
 
         Raises:
             StaleHandle: it was released or moved.
@@ -596,8 +614,8 @@ class Store:
 
         Returns:
             The sequences that could not be extended, in batch order.  Each may go on while `covered_columns` is enough
-            for its next launch; then the caller ends it with reason "length".  To get pages, release a continuation
-            and call `begin_round` again.
+            for its next launch; then the caller ends it with reason "length", and can still write one forced span.  To
+            get pages, release a continuation and call `begin_round` again.
 
         Raises:
             UnitInFlight: a unit in flight selects one of the rows (C12.2); nothing changed.
@@ -608,15 +626,24 @@ class Store:
         self._settle()
         return sequences
 
-    def covered_columns(self, batch: Batch, pool: str = "main") -> npt.NDArray[np.int32]:
+    def covered_columns(self, batch: Batch, pool: str = "main", *, forced: bool = False) -> npt.NDArray[np.int32]:
         """Return (B,) int32: columns behind its frontier that each entry may still write in a pool.  (C9.2, C16.17)
+
+        Room for one forced span, `forced_span_tokens` of the configuration, is left out, with and without lease growth:
+        a loop that ends a row when its next launch is not covered can still write that span.  It is part of what was
+        activated, so `output_tokens` include it.
+
+        Args:
+            batch: the sequences.
+            pool: the name of a pool.
+            forced: count the room for the forced span too, as before that span itself, or before a prompt.
 
         Raises:
             StaleHandle: one of the sequences has ended.
-            MisuseError: an unknown pool.
+            MisuseError: an unknown pool, or `forced` is no bool.
         """
         self._access.enter("covered_columns")
-        return self._ledger.covered_columns(batch, pool)
+        return self._ledger.covered_columns(batch, pool, forced)
 
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
         """Map and publish positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)
@@ -653,8 +680,8 @@ class Store:
     def truncate(self, target: Sequence | Continuation, tokens: int, pool: str = "main") -> None:
         """Lower the committed frontier of one pool to `tokens`.  (C9.10)
 
-        The pages behind it return to the sequence's reservation; pages of a continuation are released.  A
-        continuation's state belongs to Main's frontier: lowering that deletes the state, until `attach_state` (C2.2).
+        The pages behind it return to the sequence's reservation; pages of a continuation are released.  A cut below
+        the frontier that a continuation's state belongs to in this pool deletes the state, until `attach_state` (C2.2).
         Each pool is cut by itself (C9.9).  If Main of a continuation was cut below a backend's frontier, activate from
         it with a frontier for every pool.
 

@@ -226,7 +226,8 @@ class StoreConfig:
         kv_lease_growth: reserve a bounded window of the output budget and extend it at round boundaries, by
             `Store.begin_round` (C9.2).
         lease_window_tokens: output tokens that an activation reserves, and the most that an extension adds.
-        forced_span_tokens: most tokens that the embedder appends at once without sampling; the cushion holds them.
+        forced_span_tokens: most tokens that the embedder appends at once without sampling.  Their room is left out of
+            `Store.covered_columns`; with lease growth the cushion holds them, also at the end of a row.
 
     What an activation asks for is reserved in whole pages: a row may write to the end of the last page of its budget,
     below `max_context`.  A backend's lead is added to the budget before that is rounded up: it is in whole pages too.

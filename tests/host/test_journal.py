@@ -212,7 +212,7 @@ def test_rows_that_could_not_grow_are_in_the_journal() -> None:
 
 
 def test_a_line_says_what_was_decided() -> None:
-    """Revision, arguments, answer, counters of pages; of the caller's state only that it exists.  (C2.2)"""
+    """Revision, arguments, answer, counters of pages; of the caller's state only that it exists or follows.  (C2.2)"""
     begin = json.loads(short_run()[3])
 
     assert begin == {"revision": 3, "operation": "begin_unit",
@@ -223,6 +223,14 @@ def test_a_line_says_what_was_decided() -> None:
     ledger.finish(activate(ledger, 100, written=10), retain=True, state="a secret")
     assert "secret" not in file.getvalue()
     assert '"state":{"state":true}' in file.getvalue()
+    kept = ledger.finish(activate(ledger, 100, written=10), retain=True, state=pk.STATE_FOLLOWS)
+    assert kept is not None
+    ledger.attach_state(kept, "s", {"main": 9})
+    follows, attach = map(json.loads, lines_of(file)[-2:])
+    assert follows["arguments"]["state"] == {"state": "follows"}
+    assert attach["arguments"]["state_frontier"] == {"columns": {"main": 9}}
+    assert attach["answer"] == {"frontiers": {"main": 10}, "protected": {"main": 10}, "state_frontier": {"main": 9}}
+    assert pk.replay_journal(lines_of(file)).difference is None
 
 
 def test_a_refusal_is_a_line() -> None:
