@@ -766,7 +766,6 @@ class Store:
                               remedy="open it with StoreConfig(codec_events=True)", clause="codecs 8")
         counts = {pool.name: np.zeros(len(CODEC_EVENTS), np.uint64) for pool in self.config.pools}
         with self._access:
-            self.stream.synchronize()
             for pool in self.config.pools:
                 if pool.counts_events:
                     self.device.copy(counts[pool.name], self._slabs[f"{pool.name}.codec_counts"], self.stream)
