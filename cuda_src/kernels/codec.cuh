@@ -18,8 +18,8 @@
 
 #include "kernels/number_formats.cuh"
 
-// The parameter and the argument of counting; without it they are nothing, so that the kernels are the same as before.
-// event_counts: (3,) saturated, nonfinite, zero_groups.
+// The parameter and the argument of counting.  They are empty without it, so that such a kernel has no trace of it.
+// event_counts: (3,) saturated, nonfinite, zero_groups; CODEC_EVENTS in pagedkv/values/profiles.py.
 #ifdef PK_CODEC_EVENTS
 #define PK_EVENT_PARAMETER , unsigned long long *event_counts
 #define PK_EVENT_ARGUMENT , event_counts
@@ -132,8 +132,8 @@ __device__ __forceinline__ void store_codes(uint8_t* code_row, int piece, const 
 
 #ifdef PK_CODEC_EVENTS
 
-// Counts the groups of the warp's live rows that codecs 8 names, and zero groups.  Whole warps call it;
-// `largest_bits` is the magnitude of the lane's group.  One atomic for each kind that occurs in the warp, none for
+// Counts the groups of the warp's live rows that codecs 8 names, and zero groups.  Whole warps call it; `largest_bits`
+// is the largest magnitude of the lane's group.  One atomic for each kind that occurs in the warp, none for
 // ordinary rows; sums of integers do not depend on the order of warps.
 template <Codec kCodec>
 __device__ __forceinline__ void count_events(uint32_t largest_bits, bool is_live, int piece,
