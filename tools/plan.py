@@ -59,6 +59,7 @@ _DRAFT = re.compile(rf"draft:{_COUNT}x{_COUNT}x{_COUNT}x{_COUNT}")
 @click.option("--prefill-columns", "prefill_columns_max", type=positive, default=1024, show_default=True,
               help="Widest prefill.")  # fmt: skip
 @click.option("--sanitizer", is_flag=True, help="With the guard pages of sanitizer mode.")
+@click.option("--codec-events", is_flag=True, help="With the counters of codec events.")
 @json_option
 def command(
     model: str | None, layers: int | None, query_heads: int | None, kv_heads: int | None, head_dim: int | None,

@@ -60,7 +60,7 @@ from pagedkv.store.sanitizer import Sanitizer
 from pagedkv.values.config import StoreConfig
 from pagedkv.values.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
 from pagedkv.values.planner import CapacityPlan
-from pagedkv.values.profiles import ROLES
+from pagedkv.values.profiles import CODEC_EVENTS, ROLES
 
 _LOG = logging.getLogger("pagedkv")
 _STORE_IDS = itertools.count(1)
@@ -124,7 +124,7 @@ class Store:
             for pool in config.pools
         }
         for pool in config.pools:
-            self.ops.prepare(pool.profile, pool.geometry.head_dim, order=pool.order)
+            self.ops.prepare(pool.profile, pool.geometry.head_dim, order=pool.order, counts_events=pool.counts_events)
         self._events: dict[int, Event] = {}
         self._completed: set[int] = set()
         planes = {  # of each pool in ordinal order (C4.2)
@@ -800,6 +800,32 @@ class Store:
             counts[pool.name] = {kind: {"pages": n, "bytes": n * page_bytes} for kind, n in pages.items()}
         return counts
 
+    def codec_counts(self) -> dict[str, dict[str, int]]:
+        """Return, per pool, how many groups appends stored beyond ordinary ones; waits for the stream.  (codecs 8)
+
+        A group is 64 dims (int8), a row (fp8) or 16 dims (fp4) of one K or V row, and counts each time it is written:
+        "saturated" if its magnitude is beyond the format, "nonfinite" if its scale is NaN or infinite, "zero_groups" if
+        its scale is zero.  Replayed units count too; dead columns, copies and moves of pages do not.  A bf16 pool has
+        no groups, so all its counts are 0.
+
+        Raises:
+            MisuseError: the store was opened without `codec_events`.
+            CaptureRefused: the stream is capturing.
+            DeviceFault: a kernel failed; the store is latched.
+        """
+        self._access.enter("codec_counts")
+        if not self.config.codec_events:
+            raise MisuseError("codec_counts", expected="a store that counts codec events",
+                              got="one opened without codec_events",
+                              remedy="open it with StoreConfig(codec_events=True)", clause="codecs 8")
+        counts = {pool.name: np.zeros(len(CODEC_EVENTS), np.uint64) for pool in self.config.pools}
+        with self._access:
+            for pool in self.config.pools:
+                if pool.counts_events:
+                    self.device.copy(counts[pool.name], self._slabs[f"{pool.name}.codec_counts"], self.stream)
+            self.stream.synchronize()
+        return {pool: dict(zip(CODEC_EVENTS, array.tolist(), strict=True)) for pool, array in counts.items()}
+
     # ---- helpers ----------------------------------------------------------------------------------
 
     def _kept_space(self, continuation: Continuation, pool: str) -> KeptSpace:
@@ -836,6 +862,7 @@ class Store:
         return PagedKVBatchLayerView(
             k_pages, v_pages, k_scale_pages, v_scale_pages, self.block_tables[pool_name], pool.geometry.head_dim,
             pool.geometry.kv_heads, pool.profile, pool.order, self.config.max_context,
+            self._slabs.get(f"{pool_name}.codec_counts"),
         )
 
 

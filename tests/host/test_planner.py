@@ -114,7 +114,7 @@ def test_slack_stays_between_headroom_and_headroom_plus_a_step() -> None:
 def test_the_layout_builder_draws_a_line(profile: str, max_concurrency: int, backend: Backend | None) -> None:
     """B at every M from M_min to M_max equals B_min + (M - M_min) * B_step, exactly.  (C5.4)"""
     config = auto_config(geometry=pk.KVGeometry(3, 6, 3, 128), profile=profile, max_concurrency=max_concurrency,
-                         backend=backend, sanitizer=True, state_bytes_per_lane=1001)
+                         backend=backend, sanitizer=True, codec_events=True, state_bytes_per_lane=1001)
     curve = capacity_curve(config)
 
     built = [build_layout(config, pages=pages).charged_bytes for pages in range(curve.pages_min, curve.pages_max + 1)]
@@ -308,7 +308,7 @@ def test_what_was_planned_is_what_is_allocated(
 ) -> None:
     """To the byte, owner by owner; scale pages of 384 bytes (3 KV heads) included.  (C5.4, S76)"""
     config = auto_config(geometry=pk.KVGeometry(2, 4 * kv_heads, kv_heads, head_dim), profile=profile, max_context=600,
-                         max_concurrency=max_concurrency, backend=backend, state_bytes_fixed=99)
+                         max_concurrency=max_concurrency, backend=backend, state_bytes_fixed=99, codec_events=True)
     curve = capacity_curve(config)
     metered.free_bytes = curve.bytes_at(min(curve.pages_min + 2, curve.pages_max))
     before = metered.allocated_bytes
