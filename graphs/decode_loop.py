@@ -8,7 +8,8 @@
 A step extends the leases that are nearly used up (`begin_round`, with lease growth), maps and publishes the column that
 each row will write (`begin_unit`), writes the selectors, replays, waits and commits.  Prefill samples the first token
 and the first step delivers it; the last token is never written to the cache.  The loop decides on stop tokens and
-lengths, the model samples (C1.2, C14).  A row ends with reason "length" where no lease covers its next column (C9.2).
+lengths, the model samples (C1.2, C14).  A row ends with reason "length" where no lease covers its next column and one
+forced span (C9.2).
 
 The loop remembers a sequence until `forget`, or until it prefills or resumes another sequence of the same row: at most
 `max_concurrency` sequences.
@@ -160,8 +161,8 @@ class DecodeLoop:
             sequence: active; the prompt begins at its committed frontier.
             prompt_ids: token ids, at least one, within the activated budget; an array of integers is not walked in
                 Python.  Output may use the rest of the budget, also where that is more than `output_tokens` of the
-                activation.  With lease growth the prompt must lie within the reserved pages, as the activated prompt
-                does.
+                activation.  With lease growth the prompt must lie within the reserved pages without the room for a
+                forced span, as the activated prompt does.
             last_token: must be said if the sequence has something committed, because the token that was sampled last
                 is not in the cache.  That token is written ahead of the prompt.  None: the prompt takes its place.
 
@@ -202,7 +203,9 @@ class DecodeLoop:
                 got=f"{ids.size}", remedy="activate with the prompt's length", clause="C9.2",
             )
         batch = self.store.batch([sequence])
-        covered = int(self.store.covered_columns(batch)[0])
+        covered = int(self.store.covered_columns(batch, forced=True)[0])
+        if covered < budget - start:  # the lease may still grow: a prompt leaves the room for the forced span
+            covered = int(self.store.covered_columns(batch)[0])
         if ids.size > covered:
             raise pk.MisuseError(
                 f"a prompt of {ids.size} tokens for {sequence}",
@@ -248,8 +251,9 @@ class DecodeLoop:
         """Advance every unfinished sequence by one token, in one replay.
 
         A stop token is delivered and ends its sequence.  The end of the activated budget also ends it, and with lease
-        growth the end of what the pool could reserve.  A sequence that has ended may be named, finished in the store or
-        not: it gets its undelivered tokens, then nothing.  A step with the sequences of the last one is the cheapest.
+        growth the end of what the pool could reserve, where a forced span still fits.  A sequence that has ended may be
+        named, finished in the store or not: it gets its undelivered tokens, then nothing.  A step with the sequences of
+        the last one is the cheapest.
 
         Returns:
             A mapping with the new tokens of each sequence that got any, the first one of its prefill included.
@@ -393,7 +397,7 @@ class DecodeLoop:
         self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
 
     def _extend_leases(self, chosen: _Chosen) -> _Chosen:
-        """Extend leases; end rows without one for their next column, and return the others.  (C9.2, C16.17)"""
+        """Extend leases; end rows without one for their next column and a forced span; return the others.  (C9.2)"""
         assert chosen.batch is not None, "somebody is running"
         unextended = self.store.begin_round(chosen.batch)
         if not unextended:

@@ -36,7 +36,7 @@ from pagedkv.errors import (
     UnitInFlight,
 )
 from pagedkv.ledger.batch import Batch
-from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation
 from pagedkv.ledger.events import PageEvent, PageObserver
 from pagedkv.ledger.inspect import ContinuationInspection, PoolInspection, SpaceInspection, StoreInspection
 from pagedkv.ledger.ledger import Ledger
@@ -67,6 +67,7 @@ from pagedkv.values.quantities import PAGE_TOKENS
 __all__ = [
     "PAGE_TOKENS",
     "PROFILES",
+    "STATE_FOLLOWS",
     "ActivationPlan",
     "ActivationRefused",
     "ActivationTarget",

@@ -73,12 +73,12 @@ def use(store: pk.Store) -> None:
     """Activate, decode, snapshot, fork, and finish; one refusal."""
     sequence = store.activate(prompt_tokens=100, output_tokens=100)
     run_unit(store, sequence, {"main": 100, "mtp": 100}, {"main": 100, "mtp": 90})
-    checkpoint = store.snapshot(sequence, state="state")
+    checkpoint = store.snapshot(sequence, state="state", state_frontier={"main": 100, "mtp": 90})
     fork = store.activate(prompt_tokens=5, output_tokens=20, source=checkpoint)
     run_unit(store, fork, 25, 20)
     with pytest.raises(pk.MisuseError):
         store.truncate(checkpoint, 10)
-    store.finish(fork, retain=True)
+    store.finish(fork, retain=True, state=pk.STATE_FOLLOWS)
     store.finish(sequence)
 
 

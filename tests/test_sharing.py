@@ -109,7 +109,7 @@ def test_each_pool_is_forked_at_its_own_frontier(backend: pk.MTPBackend | pk.Dra
         assert (150, 70) == (store.committed_tokens(fork), store.committed_tokens(fork, pool))
         whole, part = rows_of(store, saved, pool), rows_of(store, fork, pool)
         assert [rows[: len(few)] for rows, few in zip(whole, part, strict=True)] == part
-        checkpoint = store.snapshot(fork, state="complete")
+        checkpoint = store.snapshot(fork, state="complete", state_frontier={"main": 150, pool: 70})
         assert rows_of(store, checkpoint, pool) == part
 
 
@@ -203,7 +203,7 @@ def test_a_failure_on_the_device_leaves_no_trace_of_the_activation_or_snapshot(
         other = store.activate(source=saved, prompt_tokens=1, output_tokens=1)
         bytes_before = [rows_of(store, saved, pool) for pool in ("main", "draft")]
         before, ids_before = observables(store._ledger), (store.page_ids(saved), store.page_ids(other))
-        go_on = partial[Any](store.snapshot, other) if change == "snapshot" else partial[Any](
+        go_on = partial[Any](store.snapshot, other, state=pk.STATE_FOLLOWS) if change == "snapshot" else partial[Any](
             store.activate, source=saved, frontier={"main": 100, "draft": 70}, keep_source=change == "fork",
             prompt_tokens=9, output_tokens=9)
         with monkeypatch.context() as patch:
@@ -232,7 +232,7 @@ def test_nothing_is_copied_published_or_withdrawn_into_a_capture(sanitizer: bool
         unit = store.begin_unit(store.batch([store.activate(source=other, prompt_tokens=1, output_tokens=0)]), 1)
         batch, before = store.batch([sequence]), snapshot(store._ledger)
         store.device.begin_capture(store.stream)
-        copies = (partial(store.snapshot, sequence), partial(store.begin_unit, batch, 64),
+        copies = (partial(store.snapshot, sequence, state="s"), partial(store.begin_unit, batch, 64),
                   partial(store.activate, source=saved, prompt_tokens=9, output_tokens=9),
                   partial(store.ensure_mapped_to_tokens, sequence, 164))
         withdrawals = (partial(store.finish, sequence), partial(store.abort, sequence), partial(store.trim, batch),
@@ -313,12 +313,12 @@ def test_a_full_pool_refuses_fork_and_snapshot_with_the_numbers() -> None:
         with pytest.raises(pk.ActivationRefused):
             store.activate(source=saved, prompt_tokens=20, output_tokens=40)
         write(store, held, 70)
-        assert store.try_snapshot(held) == pk.Refusal("main", 1, 0, forever=False)
+        assert store.try_snapshot(held, state="s") == pk.Refusal("main", 1, 0, forever=False)
         with pytest.raises(pk.SnapshotRefused, match="a free page in main"):
-            store.snapshot(held)
+            store.snapshot(held, state="s")
         unit = store.begin_unit(store.batch([held]), 80)
         store.wait(unit)
         store.commit(unit, 1)
-        assert store.try_snapshot(held) == pk.Refusal("main", 1, 0, forever=False, reason="provisional")
+        assert store.try_snapshot(held, state="s") == pk.Refusal("main", 1, 0, forever=False, reason="provisional")
         with pytest.raises(pk.SnapshotRefused, match="trim"):
-            store.snapshot(held)
+            store.snapshot(held, state="s")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
+import signal
 import threading
 
 import numpy as np
 import pytest
 
 import pagedkv as pk
+from pagedkv.devices.cpu.device import CpuDevice
 from tests.toy_model import run_unit
 
 CONFIG = pk.StoreConfig(pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64), profile="int8-g64",
@@ -18,6 +22,7 @@ CONFIG = pk.StoreConfig(pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_
 # 16 KiB past the end: within the guard behind the buffer. Farther out may lie memory of somebody else.
 CRASH = """
 extern "C" __global__ void crash(int* target) { target[1 << 12] = 1; }
+extern "C" __global__ void slip(int* target) { target[1] = 1; }
 """
 
 
@@ -111,7 +116,7 @@ def test_lost_handles_are_found_again() -> None:
         unit = store.units()[0]
         store.wait(unit)
         store.commit(unit)
-        saved = store.finish(store.sequences()[0], retain=True)
+        saved = store.finish(store.sequences()[0], retain=True, state=pk.STATE_FOLLOWS)
         assert (store.sequences(), store.units(), store.continuations()) == ([second], [], [saved])
 
 
@@ -153,6 +158,60 @@ def test_a_closed_store_refuses_and_closing_twice_is_harmless() -> None:
     pk.open_store(CONFIG, device=passed).close()
     passed.stream()
     passed.close()
+
+
+def test_closing_waits_for_units_in_flight_and_names_them(caplog: pytest.LogCaptureFixture) -> None:
+    """C12.4: one warning says which units and sequences ended; without a unit in flight there is none."""
+    device = CpuDevice(mode="deferred", schedule="late")
+    with caplog.at_level(logging.WARNING, logger="pagedkv"), pk.open_store(CONFIG, device) as store:
+        first, second = (store.activate(prompt_tokens=10, output_tokens=5) for _ in range(2))
+        target = store.device.pinned((4,), np.int32)
+        store.begin_unit(store.batch([second]), 1, name="verify")
+        store.begin_unit(store.batch([first]), 1, name="draft")
+        store.device.copy(target, store.device.zeros((4,), np.int32), store.stream)
+    device.close()
+    assert not target.any()
+    texts = f"verify#1 of {second}; draft#2 of {first}"
+    assert caplog.messages == [f"close ended units in flight without a commit: {texts}"]
+
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="pagedkv"), pk.open_store(CONFIG, device="cpu") as store:
+        run_unit(store, store.activate(prompt_tokens=10, output_tokens=5), 10)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("fault", ["none", "unit", "unit and memory", "wait", "latched"])
+def test_closing_runs_to_its_end_and_raises_the_first_error(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C12.4: of a failed kernel, an overwritten canary and an interrupt the first is raised, the rest are notes."""
+    device = CpuDevice(mode="deferred", schedule="late")
+    store = pk.open_store(CONFIG, device)
+    store.owns_device = True
+    kernels = device.load(pk.ModuleSpec("crash", text=CRASH, kernels=("crash", "slip")))
+    kept = device.zeros((1,), np.int32, align_bytes=64)
+    store.begin_unit(store.batch([store.activate(prompt_tokens=10, output_tokens=5)]), 1)
+    if fault in ("unit", "unit and memory", "latched"):
+        kernels.kernel("crash").launch((1, 1, 1), (1, 1, 1), [store.device.zeros((4,), np.int32)], store.stream)
+    if fault == "unit and memory":
+        other = device.stream()
+        kernels.kernel("slip").launch((1, 1, 1), (1, 1, 1), [kept], other)
+        other.synchronize()
+    if fault == "latched":
+        with pytest.raises(pk.DeviceFault):
+            store.check()
+    if fault == "wait":
+        monkeypatch.setattr(type(store.stream), "synchronize", lambda stream: signal.raise_signal(signal.SIGINT))
+    kind = {"unit": pk.DeviceFault, "unit and memory": pk.DeviceFault, "wait": KeyboardInterrupt}.get(fault)
+    with contextlib.nullcontext() if kind is None else pytest.raises(kind) as caught:
+        store.close()
+    if fault == "unit and memory":
+        assert caught is not None
+        assert "crash" in str(caught.value)
+        assert "overwritten" in caught.value.__notes__[0]
+    store.close()
+    for use in (store.poll, device.stream):
+        with pytest.raises(pk.MisuseError, match="closed"):
+            use()
+    assert device.allocated_bytes <= 2 * 16, "what the test and the traceback of the fault hold"
 
 
 def test_pools_commit_and_trim_apart() -> None:

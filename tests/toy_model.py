@@ -117,8 +117,9 @@ def run_unit(store: pk.Store, sequence: pk.Sequence, columns: int | dict[str, in
 
 
 def retained(store: pk.Store, sequence: pk.Sequence, state: object = "complete") -> pk.Continuation:
-    """Finish a sequence and return its continuation."""
-    saved = store.finish(sequence, retain=True, state=state)
+    """Finish a sequence and return its continuation; the state belongs to what each pool has committed."""
+    committed = {pool.name: store.committed_tokens(sequence, pool.name) for pool in store.config.pools}
+    saved = store.finish(sequence, retain=True, state=state, state_frontier=committed)
     assert saved is not None
     return saved
 

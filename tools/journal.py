@@ -14,16 +14,15 @@ from pagedkv.tools.console import EXIT_FINDING, json_option, positive, say
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--check-every", type=positive, default=1, show_default=True, help="Operations per check.")
+@click.option("--check-every", type=positive, help="Operations per check; by default the more, the more pages.")
 @json_option
-def command(file: Path, check_every: int, as_json: bool) -> None:
+def command(file: Path, check_every: int | None, as_json: bool) -> None:
     """Repeat a journal on ledgers alone, up to the first difference.
 
     Needs no device. Exit code 0 means the same answers and states, and no broken invariant; a difference is a finding,
     exit code 1.
     """
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        report = pk.replay_journal(lines, name=str(file), check_every=check_every)
+    report = pk.replay_journal(file, check_every=check_every)
     difference = report.difference
     if as_json:
         click.echo(dumps(report.as_json()))

@@ -8,6 +8,7 @@ the same bytes with it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from json import dumps
 from typing import Any
 
@@ -58,6 +59,7 @@ _DRAFT = re.compile(rf"draft:{_COUNT}x{_COUNT}x{_COUNT}x{_COUNT}")
 @click.option("--prefill-columns", "prefill_columns_max", type=positive, default=1024, show_default=True,
               help="Widest prefill.")  # fmt: skip
 @click.option("--sanitizer", is_flag=True, help="With the guard pages of sanitizer mode.")
+@click.option("--codec-events", is_flag=True, help="With the counters of codec events.")
 @json_option
 def command(
     model: str | None, layers: int | None, query_heads: int | None, kv_heads: int | None, head_dim: int | None,
@@ -167,6 +169,7 @@ def _table(plan: pk.CapacityPlan, same_plan: str) -> list[str]:
     return [*lines, "", f"the same plan: {same_plan}"]
 
 
-def _rows(title: str, counts: dict[str, int]) -> list[str]:
+def _rows(title: str, counts: Mapping[str, int | None]) -> list[str]:
     head = [f"{title:<36}{'bytes':>20}"] if title else []
-    return head + [f"  {name:<34}{count:>20}  {readable(count):>10}" for name, count in counts.items()]
+    return head + [f"  {name:<34}{count:>20}  {readable(count):>10}" for name, count in counts.items()
+                   if count is not None]

@@ -35,14 +35,35 @@ static void unpublish(pk_device* device) {
     pthread_mutex_unlock(&device->mutex);
 }
 
+enum { SIGNAL_STACK_BYTES = 64 * 1024 };
+
+static pthread_key_t signal_stack_key;
+static pthread_once_t signal_stack_once = PTHREAD_ONCE_INIT;
+
+// Runs at the end of an OS thread, which may be one of the caller's.
+static void remove_signal_stack(void* memory) {
+    stack_t present, none = {};
+    none.ss_flags = SS_DISABLE;
+    sigaltstack(nullptr, &present);
+    if (present.ss_sp == memory) sigaltstack(&none, nullptr);
+    munmap(memory, SIGNAL_STACK_BYTES);
+}
+
+static void create_signal_stack_key() { pthread_key_create(&signal_stack_key, remove_signal_stack); }
+
+// Gives this OS thread a stack for signal handlers, unless it has one; it is unmapped when the thread ends.
 static bool install_signal_stack() {
     stack_t present;
     sigaltstack(nullptr, &present);
     if (!(present.ss_flags & SS_DISABLE) && present.ss_size >= 16 * 1024) return true;
+    pthread_once(&signal_stack_once, create_signal_stack_key);
     stack_t stack = {};
-    stack.ss_size = 64 * 1024;
+    stack.ss_size = SIGNAL_STACK_BYTES;
     stack.ss_sp = map_memory(stack.ss_size);
-    return stack.ss_sp && sigaltstack(&stack, nullptr) == 0;
+    if (!stack.ss_sp) return false;
+    if (sigaltstack(&stack, nullptr) == 0 && pthread_setspecific(signal_stack_key, stack.ss_sp) == 0) return true;
+    remove_signal_stack(stack.ss_sp);
+    return false;
 }
 
 // Sets rounding and denormals, so that no setting of another library in this OS thread changes results.  Returns the

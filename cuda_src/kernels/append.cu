@@ -4,6 +4,8 @@
 //       p = first_positions[b] + w;  page = block_table[table_rows[b]][p >> 6]
 //       code and scale of k[b, w, h] -> row (page, h, p & 63) of the K planes;  the same for v
 //
+// With PK_CODEC_EVENTS every kernel counts the groups that codecs 8 names into `event_counts` (codec.cuh).
+//
 // The kernels read nothing back and change no byte outside the addressed rows.  They do not read rows of dead columns:
 // NaN in a rejected tail, or a table row of -1 for an entry without live columns, has no effect.
 //
@@ -60,7 +62,7 @@ __device__ __forceinline__ AppendPlace append_place(const uint16_t* rows, const 
 
 template <Codec kCodec, bool kRotates>
 __device__ __forceinline__ void append_row(const AppendPlace& place, const Plane& codes, const Plane& scales,
-                                           float* warp_rows, uint32_t* warp_words, int lane) {
+                                           float* warp_rows, uint32_t* warp_words, int lane PK_EVENT_PARAMETER) {
     const bool is_live = place.source != nullptr;
     uint8_t* code_row = row_address(codes, place.page, place.head, place.offset, code_row_bytes(kCodec));
     if constexpr (kCodec == Codec::kBf16) {
@@ -72,7 +74,7 @@ __device__ __forceinline__ void append_row(const AppendPlace& place, const Plane
         }
         if constexpr (kRotates) rotate_row(x, warp_rows + lane / kRowLanes * kHeadDim, place.piece);
         uint8_t* scale_row = row_address(scales, place.page, place.head, place.offset, scale_row_bytes(kCodec));
-        encode_row<kCodec>(x, code_row, scale_row, warp_words, lane, place.piece, is_live);
+        encode_row<kCodec>(x, code_row, scale_row, warp_words, lane, place.piece, is_live PK_EVENT_ARGUMENT);
     }
 }
 
@@ -86,7 +88,7 @@ __device__ __forceinline__ void append_row(const AppendPlace& place, const Plane
         int64_t v_page_bytes, int64_t k_scale_head_bytes, int64_t k_scale_page_bytes, int64_t v_scale_head_bytes,      \
         int64_t v_scale_page_bytes, const int32_t *__restrict__ block_table, int32_t table_width,                      \
         const int32_t *__restrict__ first_positions, const int32_t *__restrict__ table_rows,                           \
-        const int32_t *__restrict__ live, int32_t batch, int32_t width, int32_t kv_heads
+        const int32_t *__restrict__ live, int32_t batch, int32_t width, int32_t kv_heads PK_EVENT_PARAMETER
 
 #define PK_APPEND_BODY(live)                                                                                           \
     using namespace pagedkv;                                                                                           \
@@ -99,10 +101,11 @@ __device__ __forceinline__ void append_row(const AppendPlace& place, const Plane
     if (writes_v) {                                                                                                    \
         append_row<kCodecV, kRotatesV>(place, Plane{v_pages, v_head_bytes, v_page_bytes},                              \
                                        Plane{v_scales, v_scale_head_bytes, v_scale_page_bytes}, rows + 32 * kLaneDims, \
-                                       words + 32, lane);                                                              \
+                                       words + 32, lane PK_EVENT_ARGUMENT);                                            \
     } else {                                                                                                           \
         append_row<kCodecK, kRotatesK>(place, Plane{k_pages, k_head_bytes, k_page_bytes},                              \
-                                       Plane{k_scales, k_scale_head_bytes, k_scale_page_bytes}, rows, words, lane);    \
+                                       Plane{k_scales, k_scale_head_bytes, k_scale_page_bytes}, rows, words,           \
+                                       lane PK_EVENT_ARGUMENT);                                                        \
     }
 
 // k, v: (B, W, Hkv, D) BF16; planes of one layer; block_table: (C, table_width); first_positions, table_rows: (B,);
@@ -117,7 +120,7 @@ PK_EXPORT(append_prefix)
 // values: (N, D) FP32, rotated already; codes: (N, code bytes); scales: (N, scale bytes); role: 0 = K, 1 = V.
 // (codecs 6)
 extern "C" __global__ void encode_unrotated(const float* __restrict__ values, uint8_t* codes, uint8_t* scales,
-                                            int64_t rows, int32_t role) {
+                                            int64_t rows, int32_t role PK_EVENT_PARAMETER) {
     using namespace pagedkv;
     if constexpr (kCodecK != Codec::kBf16) {
         PK_SHARED(uint32_t, words, 32);
@@ -132,10 +135,10 @@ extern "C" __global__ void encode_unrotated(const float* __restrict__ values, ui
         }
         if (role == 0) {
             encode_row<kCodecK>(x, codes + row * code_row_bytes(kCodecK), scales + row * scale_row_bytes(kCodecK),
-                                words, lane, piece, is_live);
+                                words, lane, piece, is_live PK_EVENT_ARGUMENT);
         } else {
             encode_row<kCodecV>(x, codes + row * code_row_bytes(kCodecV), scales + row * scale_row_bytes(kCodecV),
-                                words, lane, piece, is_live);
+                                words, lane, piece, is_live PK_EVENT_ARGUMENT);
         }
     }
 }

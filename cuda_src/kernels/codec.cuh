@@ -4,6 +4,8 @@
 //
 //   PK_PROFILE  0 bf16   1 int8-g64   2 fp8-e4m3-row   3 nvfp4-g16   4 k8v4       (pagedkv/ops/modules.py)
 //
+// With PK_CODEC_EVENTS, every kernel that encodes has one more parameter, `event_counts`, and counts groups (codecs 8).
+//
 // Encoding: a lane owns 16 consecutive dims of a row, a row takes D / 16 neighbouring lanes, a warp as many rows as
 // fit.  16 is the nvfp4 group, a quarter of the int8 group and 16 bytes of int8 or fp8 codes.
 //
@@ -15,6 +17,16 @@
 #pragma once
 
 #include "kernels/number_formats.cuh"
+
+// The parameter and the argument of counting.  They are empty without it, so that such a kernel has no trace of it.
+// event_counts: (3,) saturated, nonfinite, zero_groups; CODEC_EVENTS in pagedkv/values/profiles.py.
+#ifdef PK_CODEC_EVENTS
+#define PK_EVENT_PARAMETER , unsigned long long *event_counts
+#define PK_EVENT_ARGUMENT , event_counts
+#else
+#define PK_EVENT_PARAMETER
+#define PK_EVENT_ARGUMENT
+#endif
 
 namespace pagedkv {
 
@@ -118,12 +130,47 @@ __device__ __forceinline__ void store_codes(uint8_t* code_row, int piece, const 
     store16(code_row + piece * kLaneDims, make_uint4(words[0], words[1], words[2], words[3]));
 }
 
+#ifdef PK_CODEC_EVENTS
+
+// Counts the groups of the warp's live rows that codecs 8 names, and zero groups.  Whole warps call it; `largest_bits`
+// is the largest magnitude of the lane's group.  One atomic for each kind that occurs in the warp, none for
+// ordinary rows; sums of integers do not depend on the order of warps.
+template <Codec kCodec>
+__device__ __forceinline__ void count_events(uint32_t largest_bits, bool is_live, int piece,
+                                             int lane PK_EVENT_PARAMETER) {
+    constexpr int kGroupLanes = kCodec == Codec::kInt8 ? 4 : kCodec == Codec::kFp8 ? kRowLanes : 1;
+    const bool is_first = is_live && piece % kGroupLanes == 0;
+    const bool is_finite = largest_bits < kInfinityBits;
+    const float largest = __uint_as_float(largest_bits);
+    bool is_saturated = false;
+    bool is_nonfinite = !is_finite;
+    bool is_zero = largest_bits == 0;
+    if constexpr (kCodec == Codec::kInt8) {
+        // The scale decides: a small group rounds to scale 0, a large one to an infinite scale.
+        const uint32_t half = is_finite ? float_to_half(__fdiv_rn(largest, 127.0f)) : kHalfNan;
+        is_nonfinite = half >= 0x7C00u;  // infinite or NaN
+        is_zero = half == 0;
+    }
+    if constexpr (kCodec == Codec::kFp8) is_saturated = is_finite && largest > 448.0f * 65504.0f;
+    if constexpr (kCodec == Codec::kFp4) is_saturated = is_finite && largest > 6.0f * 448.0f;
+    const bool kinds[] = {is_saturated, is_nonfinite, is_zero};
+    PK_UNROLL for (int kind = 0; kind < 3; ++kind) {
+        const uint32_t groups = __ballot_sync(0xFFFFFFFFu, is_first && kinds[kind]);
+        if (lane == 0 && groups != 0) {
+            atomicAdd(event_counts + kind, static_cast<unsigned long long>(__popc(groups)));
+        }
+    }
+}
+
+#endif
+
 // Encodes one row of kHeadDim values (rotated already, where the profile rotates) and stores code and scale.  Whole
 // warps call it; `x` holds the lane's 16 dims [16 * piece, 16 * piece + 16).  `is_live` is the same for all lanes of a
 // row; dead rows store nothing.  `warp_words`: 32 shared words of the warp.
 template <Codec kCodec>
 __device__ __forceinline__ void encode_row(const float (&x)[kLaneDims], uint8_t* code_row, uint8_t* scale_row,
-                                           uint32_t* warp_words, int lane, int piece, bool is_live) {
+                                           uint32_t* warp_words, int lane, int piece,
+                                           bool is_live PK_EVENT_PARAMETER) {
     static_assert(kCodec != Codec::kBf16, "bf16 rows are copied, not encoded (codecs 2)");
     uint32_t largest_bits = 0;
     PK_UNROLL for (int i = 0; i < kLaneDims; ++i) {
@@ -132,6 +179,9 @@ __device__ __forceinline__ void encode_row(const float (&x)[kLaneDims], uint8_t*
     }
     if constexpr (kCodec == Codec::kInt8) largest_bits = neighbours_max<4>(largest_bits, warp_words, lane);
     if constexpr (kCodec == Codec::kFp8) largest_bits = neighbours_max<kRowLanes>(largest_bits, warp_words, lane);
+#ifdef PK_CODEC_EVENTS
+    count_events<kCodec>(largest_bits, is_live, piece, lane, event_counts);
+#endif
     if (!is_live) return;
     const bool is_finite = largest_bits < kInfinityBits;
     const float largest = __uint_as_float(largest_bits);

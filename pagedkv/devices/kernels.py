@@ -157,11 +157,11 @@ class Launch(NamedTuple):
 class BaseKernel(ABC):
     """One compiled kernel.  Made by `Module.kernel`."""
 
-    def __init__(self, context: BaseContext, module: BaseModule, signature: Signature) -> None:
+    def __init__(self, context: BaseContext, code: object, signature: Signature) -> None:
         self.name = signature.name
         self.signature = signature
         self.parameters = signature.parameters
-        self._module = module  # keeps the code loaded
+        self._code = code  # stays loaded; not the module, which holds its kernels
         self._context = context
 
     def launch(

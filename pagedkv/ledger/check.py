@@ -4,8 +4,7 @@ Each function computes the counters and the derived columns of the ledgers again
 AssertionError with both values, also under `python -O`.  `check_ledger` calls all of them; `Store.check` also compares
 the device tables.  Cost: linear in pages, so a check runs between units, never in a step.
 
-Invariants without a function: `transaction.py` refuses what would break 9 and 16; tests of views and kernels cover 14
-and 15.
+Invariants without a function: `transaction.py` refuses what would break 9; tests of views and kernels cover 14 and 15.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ def check_ledger(ledger: Ledger) -> None:
         check_12_rows(ledger, spaces)
     check_11_units_are_covered(ledger)
     check_13_pools_are_separate(ledger)
+    check_16_states_are_complete(ledger)
     check_17_launches_are_covered(ledger)
 
 
@@ -197,11 +197,22 @@ def check_13_pools_are_separate(ledger: Ledger) -> None:
     _demand(len({id(space.pages) for space in spaces}) == len(spaces), "pools", "two of them share descriptors")
 
 
-def check_17_launches_are_covered(ledger: Ledger) -> None:
-    """C16.17: the budget of every active sequence, or with growth its next launch, lies within its entitlement.
+def check_16_states_are_complete(ledger: Ledger) -> None:
+    """C16.16, C9.8: no pool of a continuation with a state is behind the frontier of that state."""
+    for number, continuation in ledger.continuations.states.items():
+        expected = () if continuation.state is None else tuple(ledger.kept)
+        found = tuple(continuation.state_frontier)
+        _demand(found == expected, f"continuation {number}", f"its state names {found}, expected {expected}")
+        for pool, tokens in continuation.state_frontier.items():
+            held = ledger.kept[pool].by_number[number].frontier
+            _demand(tokens <= held, ledger.active[pool], f"a state at {tokens} of {held} tokens")
 
-    With growth two kinds of rows may be uncovered: a row that its last round could not extend, and a row that has
-    committed more than a launch and a forced span since that round: it must begin a round before its next launch.
+
+def check_17_launches_are_covered(ledger: Ledger) -> None:
+    """C16.17: the budget of every active sequence lies within its entitlement.
+
+    With growth the widest launch and one forced span from `round_frontier` do, of short rows too: a row that ends there
+    or one launch later has room for its forced span.
     """
     growth = ledger.growth
     _demand(not growth.short[ledger.sequences.serials == 0].any(), "rows", "an idle row is short")
@@ -213,13 +224,12 @@ def check_17_launches_are_covered(ledger: Ledger) -> None:
             cushion = growth.cushion_pages * PAGE_TOKENS
             grow_at = np.where(spaces.entitled_end < full, spaces.entitled_end - cushion, NO_GROWTH)
             _demand((growth.grow_at[name] == grow_at).all(), spaces, f"rows grow at {growth.grow_at[name].tolist()}")
-            needed = np.minimum(spaces.committed_end + ledger.config.decode_columns, full)
             widest = ledger.config.decode_columns + ledger.config.forced_span_tokens
-            is_due = spaces.committed_end - growth.round_frontier[name] > widest
-            short = (needed > spaces.entitled_end) & ~growth.short & ~is_due
+            needed = np.minimum(growth.round_frontier[name] + widest, full)
         else:
-            short = ledger.sequences.budget_tokens > spaces.entitled_end
-        _demand(not short.any(), spaces, f"rows {np.flatnonzero(short).tolist()} are not covered")
+            needed = ledger.sequences.budget_tokens
+        uncovered = np.flatnonzero(needed > spaces.entitled_end)
+        _demand(not uncovered.size, spaces, f"rows {uncovered.tolist()} are not covered")
 
 
 def _demand(holds: object, where: ActiveSpaces | str, what: str) -> None:
@@ -239,6 +249,6 @@ def _inactive_pages(
     parts = [space.members for space in kept.by_number.values()]
     sizes = np.array([members.size for members in parts], np.int64)
     members = np.concatenate([np.empty(0, np.int32), *parts])
-    blocks = np.array([block for size in sizes.tolist() for block in range(size)], np.int32)
+    blocks = (np.arange(members.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)).astype(np.int32)
     columns = np.repeat(np.array(ends, np.int32), sizes) - (blocks << PAGE_SHIFT)
     return members, blocks, np.minimum(np.maximum(columns, 0), PAGE_TOKENS)

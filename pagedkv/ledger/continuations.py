@@ -6,18 +6,34 @@
                                +--release--> ended
 
 A handle carries a number that is never used again, so a stale handle is refused.  The store never reads the caller's
-state.  If the state is None, it is not complete, and no sequence can be activated from the continuation: KV pages alone
-are not enough to resume (C2.2, C16.16).
+state.  The caller names the frontier of each pool that the state belongs to; a pool behind it is refused (C9.8).  While
+there is no state, no sequence can be activated from the continuation: KV pages alone are not enough to resume (C2.2,
+C16.16).
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from pagedkv.errors import MisuseError, StaleHandle, shown
 from pagedkv.ledger.free_runs import Ids
 from pagedkv.ledger.kept_spaces import KeptSpaces
+
+
+class StateFollows(enum.Enum):
+    """The type of `STATE_FOLLOWS`."""
+
+    STATE_FOLLOWS = enum.auto()
+
+
+STATE_FOLLOWS: Final = StateFollows.STATE_FOLLOWS
+"""Pass it as `state`: the caller will attach the state later, and nothing activates before that.  (C9.8)"""
+
+Frontier = int | Mapping[str, int]
+"""Tokens: one count for the pools of a store, or a count for each of them, by name."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +52,14 @@ class ContinuationState:
     """The caller's state and the claims of one continuation; written by the ledger alone.
 
     Attributes:
-        state: the caller's state, or None if it is not complete (C2.2).
+        state: the caller's state, or None while there is none (C2.2).
+        state_frontier: per pool, the tokens that the state belongs to; empty while there is none.
         claims: prepared activations from it that are neither committed nor aborted.
         is_moving: the prepared activation is a Move.
     """
 
     state: object
+    state_frontier: dict[str, int] = field(default_factory=dict)
     claims: int = 0
     is_moving: bool = False
 
@@ -63,14 +81,24 @@ class Continuations:
         """Return a handle of every continuation, oldest first."""
         return [Continuation(self.store_id, number) for number in self.states]
 
-    def keep(self, spaces: Mapping[str, tuple[Ids, int]], state: object) -> Continuation:
-        """Retain (members, frontier) of every pool as a new continuation.  (C9.8)"""
+    def keep(
+        self, spaces: Mapping[str, tuple[Ids, int]], state: object, state_frontier: Mapping[str, int]
+    ) -> Continuation:
+        """Retain (members, frontier) of every pool as a new continuation; its state is as of `attach`.  (C9.8)"""
         number = self._number_next
         self._number_next += 1
         for pool, (members, frontier) in spaces.items():
             self.kept[pool].keep(number, members, frontier)
-        self.states[number] = ContinuationState(state)
+        self.attach(number, state, state_frontier)
         return Continuation(self.store_id, number)
+
+    def attach(self, number: int, state: object, state_frontier: Mapping[str, int]) -> None:
+        """Set the state, and the frontier that `state_frontier_of` returned for it; nobody claims it.  (C2.2, C9.8)"""
+        self.states[number] = ContinuationState(None if state is STATE_FOLLOWS else state, dict(state_frontier))
+
+    def committed(self, number: int) -> dict[str, int]:
+        """Return the committed frontier of every pool, in tokens."""
+        return {pool: kept.by_number[number].frontier for pool, kept in self.kept.items()}
 
     def release(self, number: int) -> None:
         """Give up every membership in every pool; the caller has called `require_unpinned`.  (C9.8)"""
@@ -124,3 +152,53 @@ class Continuations:
                               got=f"{self.states[number].claims} prepared activations",
                               remedy="commit or abort them first", clause="C10.2")
         return number
+
+
+def state_frontier_of(
+    what: str, subject: object, state: object, requested: Frontier | None, committed: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the frontier of each pool that a state belongs to; nothing for `STATE_FOLLOWS`.  (C2.2, C9.8)
+
+    Refuses a pool whose committed frontier is behind it.
+
+    Args:
+        what, subject: what is done with the state, and of which handle, for errors.
+        state: the caller's state, or `STATE_FOLLOWS`.
+        requested: as the caller named it.  A number is for every pool; None is Main's committed frontier, for every
+            pool.
+        committed: the committed frontier of each pool, Main first.
+    """
+    if state is None:
+        raise MisuseError(f"{what} of {subject} without a state", expected="the caller's state, or STATE_FOLLOWS",
+                          got="None", remedy="pass state=STATE_FOLLOWS now and attach_state when it is complete",
+                          clause="C9.8")
+    if state is STATE_FOLLOWS:
+        if requested is not None:
+            raise MisuseError(f"{what} of {subject}, with a state_frontier and no state", expected="None",
+                              got=shown(requested), remedy="pass it to attach_state, with the state", clause="C9.8")
+        return {}
+    if requested is None or type(requested) is int:
+        requested = dict.fromkeys(committed, committed["main"] if requested is None else requested)
+    return named_frontiers("state_frontier", subject, requested, committed, clause="C9.8",
+                           remedy="name what the state needs of each pool, commit the missing tokens first, or pass "
+                                  "STATE_FOLLOWS")
+
+
+def named_frontiers(
+    what: str, subject: object, requested: object, committed: Mapping[str, int], *, clause: str, remedy: str
+) -> dict[str, int]:
+    """Return a frontier of a handle for each pool, within what is committed, and none beyond Main's.  (C9.9, C13.2)"""
+    # Copied once: a second read of a caller's mapping may have other answers.
+    frontiers = dict(requested) if isinstance(requested, Mapping) else None
+    if frontiers is None or frontiers.keys() != committed.keys():
+        raise MisuseError(f"{what} {shown(requested)} of {subject}", expected=f"a count for each of {list(committed)}",
+                          got=shown(requested), remedy="name every pool in a mapping: none is derived from another",
+                          clause="C9.9")
+    for name, own in committed.items():  # Main first: the others are compared with it
+        tokens = frontiers[name]
+        low, high = (1, own) if name == "main" else (0, min(own, frontiers["main"]))
+        if type(tokens) is not int or not low <= tokens <= high:
+            raise MisuseError(f"{what} {shown(tokens)} of {subject} in pool {name}",
+                              expected=f"an int, {low} to {high} tokens", got=shown(tokens), remedy=remedy,
+                              clause=clause)
+    return frontiers

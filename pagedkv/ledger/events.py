@@ -91,6 +91,11 @@ class PageEvents:
 
         return unsubscribe
 
+    def end(self) -> None:
+        """End every observation."""
+        self._observers.clear()
+        self.is_observed = False
+
     def deliver(self) -> None:
         """Call every observer with every pending event, in order; the error of an observer is logged.
 

@@ -9,11 +9,13 @@ never be written.  With `kv_lease_growth` an activation reserves the pages that 
     full     prompt, whole output and the backend's lead, at most L: entitled_end never grows beyond it
     cushion  pages(W_max + forced_span_tokens) + 1, part of the reservation: the next launch and one forced span fit
              behind `grow_at`, so a row that was not extended needs no page before the next round
+    forced   the last `forced_span_tokens` below entitled_end are for one forced span; decoding never uses them
     grow_at  entitled_end - cushion, or NO_GROWTH if the entitlement is full: a frontier beyond it makes the row *thin*
 
 When a round begins, every thin row tries the rungs of the ladder (window, 128, 64 tokens) and takes the first that fits
-in every pool.  If none fits, the row is *short*: it uses its cushion until its next launch is not covered, and then the
-caller ends it with reason "length" (bounded completion).  Nothing shrinks before the sequence ends.
+in every pool, again and again until it is no longer thin.  If none fits, the row is *short*: it runs on while its next
+launch and one forced span are both covered, and then the caller ends it with reason "length" (bounded completion).  So
+the forced span can still be written.  Nothing shrinks before the sequence ends.
 
 The pools of one row grow together or not at all, each from its own capacity; a full pool needs nothing.  This module
 evicts nothing: to get pages for a short row, the caller releases continuations and begins the round again (C1.2).
@@ -43,10 +45,12 @@ class LeaseGrowth:
 
     Attributes:
         is_on: `kv_lease_growth`; if it is False, the columns below never change.
-        cushion_pages: pages(W_max + forced_span_tokens) + 1, of every row in every pool.
+        widest_tokens: W_max + forced_span_tokens, the widest launch and one forced span.
+        cushion_pages: pages(widest_tokens) + 1, of every row in every pool.
         full_pages: per pool (C,) int32, what the entitlement of a row may reach; 0 in idle rows.
         grow_at: per pool (C,) int32 tokens; a row whose frontier is beyond it is thin.
-        round_frontier: per pool (C,) int32, the frontier of a row when its last round began, or at its activation.
+        round_frontier: per pool (C,) int32, the frontier of a row at its activation, or when the last round began that
+            covered the widest launch and one forced span.
         short: (C,) bool, rows that were still thin after their last round began.
     """
 
@@ -55,7 +59,8 @@ class LeaseGrowth:
         self.is_on = config.kv_lease_growth
         self.active = dict(active)
         self.window_tokens = config.lease_window_tokens
-        self.cushion_pages = pages_for_tokens(config.decode_columns + config.forced_span_tokens) + 1
+        self.widest_tokens = config.decode_columns + config.forced_span_tokens
+        self.cushion_pages = pages_for_tokens(self.widest_tokens) + 1
         rungs = {pages_for_tokens(min(tokens, self.window_tokens)) for tokens in (self.window_tokens, *LADDER_TOKENS)}
         self.ladder_pages = tuple(sorted(rungs, reverse=True))
         self.full_pages = {name: np.zeros(rows, np.int32) for name in active}
@@ -88,22 +93,27 @@ class LeaseGrowth:
         self.short[row] = False
 
     def begin_round(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """Extend the thin rows among `rows`, and return the indices of those that could not be extended.  (C9.2)
+        """Extend the thin rows among `rows`, and return the indices of those that stay thin.  (C9.2)
 
         If no row is thin, this costs one comparison per pool.  The caller calls it only if growth is on.
         """
-        for name, spaces in self.active.items():
-            self.round_frontier[name][rows] = spaces.committed_end[rows]
         thin = self._thin()
-        if thin is None and not self._has_short:
-            return []
         unextended: list[int] = []
         if thin is not None:
             indices: list[int] = np.flatnonzero(thin[rows]).tolist()
             unextended = [index for index in indices if not self._extend(int(rows[index]))]
-            thin = self._thin()
-        self.short[rows] = False if thin is None else thin[rows]
-        self._has_short = bool(self.short.any())
+        if unextended or self._has_short:
+            self.short[rows] = False
+            self.short[rows[unextended]] = True
+            self._has_short = bool(self.short.any())
+        for name, spaces in self.active.items():
+            frontiers = spaces.committed_end[rows]
+            for index in unextended:
+                row = int(rows[index])
+                end, held = int(frontiers[index]) + self.widest_tokens, spaces.entitled_end.item(row)
+                if held < min(end, int(self.full_pages[name][row]) * PAGE_TOKENS):
+                    frontiers[index] = self.round_frontier[name][row]
+            self.round_frontier[name][rows] = frontiers
         return unextended
 
     # ---- helpers ----------------------------------------------------------------------------------
@@ -118,6 +128,13 @@ class LeaseGrowth:
         return thin
 
     def _extend(self, row: int) -> bool:
+        """Extend a row until it is no longer thin; return False if no rung fits before that."""
+        while any(spaces.committed_end[row] > self.grow_at[name][row] for name, spaces in self.active.items()):
+            if not self._extend_once(row):
+                return False
+        return True
+
+    def _extend_once(self, row: int) -> bool:
         """Extend a row by the first rung that fits in every pool, at most to its full entitlement.  (C6.3)"""
         for rung in self.ladder_pages:
             missing = {

@@ -79,10 +79,14 @@ class SpaceInspection(NamedTuple):
 
 
 class ContinuationInspection(NamedTuple):
-    """One retained continuation: its space in each pool, and whether the caller's state is complete (C2.2)."""
+    """One retained continuation: its space in each pool, and whether it has the caller's state (C2.2).
+
+    `state_frontier` is the frontier of each pool that the state belongs to, in tokens; empty without a state (C9.8).
+    """
 
     pools: Mapping[str, SpaceInspection]
     has_state: bool
+    state_frontier: Mapping[str, int]
 
 
 FIRST_ARRAY: Final = 5
@@ -132,7 +136,7 @@ def inspect_ledger(ledger: Ledger) -> StoreInspection:
         continuations={
             number: ContinuationInspection(
                 {pool: _inspect_space(kept, number) for pool, kept in ledger.kept.items()},
-                continuation.state is not None,
+                continuation.state is not None, dict(continuation.state_frontier),
             )
             for number, continuation in ledger.continuations.states.items()
         },
@@ -172,7 +176,8 @@ def _comparable(inspection: StoreInspection) -> object:
             for name, pool in inspection.pools.items()
         ],
         [
-            (number, continuation.has_state, pool, space.members.tobytes(), space.frontier, space.protected)
+            (number, continuation.has_state, continuation.state_frontier.get(pool), pool, space.members.tobytes(),
+             space.frontier, space.protected)
             for number, continuation in inspection.continuations.items() for pool, space in continuation.pools.items()
         ],
     )  # fmt: skip

@@ -41,7 +41,7 @@ from pagedkv.ledger.batch import (
     common_ends,
     numbers_of,
 )
-from pagedkv.ledger.continuations import Continuation, Continuations
+from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation, Continuations, Frontier, state_frontier_of
 from pagedkv.ledger.events import PageEvents, PoolEvents
 from pagedkv.ledger.free_runs import highest
 from pagedkv.ledger.growth import LeaseGrowth
@@ -150,6 +150,11 @@ class Ledger:
         for name in RECORDED:
             setattr(self, name, _reporting(getattr(self, name), recorder, lambda: self.unsettled))
 
+    def end_record(self) -> None:
+        """Report no further call: the recorder and this ledger hold each other until then."""
+        for name in RECORDED:
+            vars(self).pop(name, None)
+
     # ---- transactions -----------------------------------------------------------------------------
 
     @recorded
@@ -167,15 +172,17 @@ class Ledger:
         return self.transactions.prepare(target, plan)
 
     @recorded
-    def prepare_snapshot(self, sequence: Sequence, state: object = None) -> Transaction | Refusal:
+    def prepare_snapshot(
+        self, sequence: Sequence, state: object = None, state_frontier: Frontier | None = None
+    ) -> Transaction | Refusal:
         """Claim the pages of a checkpoint's copied tails; the answer lists the copies.  (C10.6)"""
         self._require_boundary(sequence, "snapshot")
-        self._require_resumable(sequence, "a snapshot")
+        frontier = self._require_resumable(sequence, "a snapshot", state, state_frontier)
         plans = self.transactions.explain_snapshot(sequence)
         if isinstance(plans, Refusal):
             return plans
         self.unsettled = "snapshot"
-        return self.transactions.prepare_snapshot(sequence, state, plans)
+        return self.transactions.prepare_snapshot(sequence, state, frontier, plans)
 
     @recorded
     def commit_activation(self, transaction: Transaction) -> Sequence:
@@ -199,9 +206,11 @@ class Ledger:
         transaction = self.prepare_activation(target)
         return transaction if isinstance(transaction, Refusal) else self.commit_activation(transaction)
 
-    def try_snapshot(self, sequence: Sequence, state: object = None) -> Continuation | Refusal:
+    def try_snapshot(
+        self, sequence: Sequence, state: object = None, state_frontier: Frontier | None = None
+    ) -> Continuation | Refusal:
         """Prepare and commit, for a caller without a device, which has no bytes to copy.  (C10.6)"""
-        transaction = self.prepare_snapshot(sequence, state)
+        transaction = self.prepare_snapshot(sequence, state, state_frontier)
         return transaction if isinstance(transaction, Refusal) else self.commit_snapshot(transaction)
 
     @recorded
@@ -214,18 +223,20 @@ class Ledger:
     # ---- ending a sequence ------------------------------------------------------------------------
 
     @recorded
-    def finish(self, sequence: Sequence, retain: bool = False, state: object = None) -> Continuation | None:
+    def finish(
+        self, sequence: Sequence, retain: bool = False, state: object = None, state_frontier: Frontier | None = None
+    ) -> Continuation | None:
         """Trim, give up reservation, row and writers, then retain the pages or release them.  (C9.8)"""
         self._require_boundary(sequence, "finish")
         if type(retain) is not bool:
             raise MisuseError("retain", expected="True or False", got=shown(retain),
                               remedy="pass True to keep the pages, False to release them", clause="C9.8")
-        if state is not None and not retain:
-            raise MisuseError("a state without retain=True", expected="None", got=shown(state),
-                              remedy="pass retain=True to keep the continuation", clause="C9.8")
+        for name, value in (("state", state), ("state_frontier", state_frontier)) if not retain else ():
+            if value is not None:
+                raise MisuseError(f"a {name} without retain=True", expected="None", got=shown(value),
+                                  remedy="pass retain=True to keep the continuation", clause="C9.8")
         self._require_unpinned(sequence, "finish")
-        if retain:
-            self._require_resumable(sequence, "retaining")
+        frontier = self._require_resumable(sequence, "retaining", state, state_frontier) if retain else {}
         self.unsettled = "finish"
         if not retain:
             self._end_sequence(sequence)
@@ -236,7 +247,7 @@ class Ledger:
             spaces[name] = active.detach(sequence.row)
         self.growth.close(sequence.row)
         self.sequences.end(sequence.row)
-        return self.continuations.keep(spaces, state)
+        return self.continuations.keep(spaces, state, frontier)
 
     @recorded
     def abort(self, sequence: Sequence) -> bool:
@@ -261,11 +272,15 @@ class Ledger:
         self.continuations.release(number)
 
     @recorded
-    def attach_state(self, continuation: Continuation, state: object) -> None:
-        """Replace the caller's state of a continuation; None says that it is not complete.  (C2.2)"""
+    def attach_state(
+        self, continuation: Continuation, state: object, state_frontier: Frontier | None = None
+    ) -> None:
+        """Replace the caller's state of a continuation; STATE_FOLLOWS takes it back.  (C2.2, C9.8)"""
         number = self.continuations.require_idle(continuation, "attach_state")
+        frontier = state_frontier_of("attach_state", continuation, state, state_frontier,
+                                     self.continuations.committed(number))
         self.unsettled = "attach_state"
-        self.continuations.states[number].state = state
+        self.continuations.attach(number, state, frontier)
 
     @recorded
     def protect(self, continuation: Continuation, tokens: int, pool: str) -> None:
@@ -283,7 +298,7 @@ class Ledger:
     def truncate_continuation(self, continuation: Continuation, tokens: int, pool: str) -> None:
         """Lower the committed frontier of one pool of a continuation.  (C9.10)
 
-        The caller's state belongs to Main's frontier: lowering that deletes the state (C2.2).
+        A cut below the frontier that the caller's state belongs to in this pool deletes the state (C2.2).
         """
         number = self.continuations.require_idle(continuation, "truncate")
         kept = self.kept_in(pool)
@@ -292,10 +307,10 @@ class Ledger:
             raise MisuseError(f"truncate of {continuation} to nothing", expected="at least 1 token of Main", got=0,
                               remedy="release it", clause="C9.10")
         kept.require_truncate(number, tokens)
-        is_lowered = tokens < kept.by_number[number].frontier
+        loses_state = tokens < self.continuations.states[number].state_frontier.get(pool, 0)
         self.unsettled = "truncate"
-        if pool == "main" and is_lowered:
-            self.continuations.states[number].state = None
+        if loses_state:
+            self.continuations.attach(number, STATE_FOLLOWS, {})
         kept.truncate(number, tokens)
 
     # ---- units ------------------------------------------------------------------------------------
@@ -402,10 +417,17 @@ class Ledger:
         self.unsettled = "begin_round"
         return [batch.sequences[index] for index in self.growth.begin_round(batch.rows)]
 
-    def covered_columns(self, batch: Batch, pool: str) -> Tokens:
-        """Return (B,) int32: columns that each entry may still write in a pool.  (C9.2, C16.17)"""
+    def covered_columns(self, batch: Batch, pool: str, forced: bool = False) -> Tokens:
+        """Return (B,) int32: columns that each entry may still write in a pool.  (C9.2, C16.17)
+
+        Room for one forced span is left out, unless `forced` asks for it too.
+        """
         self._require_batch(batch)
-        return self.active_in(pool).covered_columns(batch.rows)
+        columns = self.active_in(pool).covered_columns(batch.rows)
+        if type(forced) is not bool:
+            raise MisuseError("forced", expected="True or False", got=shown(forced),
+                              remedy="pass True to count the room for a forced span too", clause="C9.2")
+        return columns if forced else np.maximum(columns - self.config.forced_span_tokens, 0)
 
     @recorded
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str) -> PoolSlices:
@@ -483,18 +505,24 @@ class Ledger:
         self.sequences.require_current(sequence)
         self.units.require_thawed(1 << sequence.row, operation)
 
-    def _require_resumable(self, sequence: Sequence, what: str) -> None:
-        """Refuse to retain a sequence without tokens in Main, or with a backend's frontier beyond Main's.  (C13.2)"""
-        main = self.active["main"].committed_end.item(sequence.row)
+    def _require_resumable(
+        self, sequence: Sequence, what: str, state: object, state_frontier: Frontier | None
+    ) -> dict[str, int]:
+        """Return the frontier that a state belongs to, as `state_frontier_of` does.
+
+        Refuses to retain a sequence without tokens in Main, or with a backend's frontier beyond Main's.  (C13.2)
+        """
+        committed = {name: spaces.committed_end.item(sequence.row) for name, spaces in self.active.items()}
+        main = committed["main"]
         if not main:
             raise MisuseError(f"{what} of {sequence}", expected="at least 1 committed token of Main", got="none",
                               remedy="commit a unit first", clause="C9.8")
-        for name, spaces in self.active.items():
-            frontier = spaces.committed_end.item(sequence.row)
+        for name, frontier in committed.items():
             if frontier > main:
                 raise MisuseError(f"{what} of {sequence}", expected=f"at most Main's {main} committed tokens in {name}",
                                   got=frontier, remedy="a provisional lead is no checkpoint: truncate it first",
                                   clause="C13.2")
+        return state_frontier_of(what, sequence, state, state_frontier, committed)
 
     def _require_endable(self, unit: Submission, operation: str) -> None:
         """Refuse to end a unit while a copy uses a page of a sequence that ends with it.  (C7.4, C12.4)"""

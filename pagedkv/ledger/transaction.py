@@ -31,7 +31,7 @@ import numpy as np
 
 from pagedkv.errors import MisuseError, shown
 from pagedkv.ledger.active_spaces import ActiveSpaces
-from pagedkv.ledger.continuations import Continuation, Continuations
+from pagedkv.ledger.continuations import Continuation, Continuations, Frontier, named_frontiers
 from pagedkv.ledger.free_runs import Ids, part_of
 from pagedkv.ledger.growth import LeaseGrowth
 from pagedkv.ledger.kept_spaces import KeptSpaces
@@ -69,7 +69,7 @@ class ActivationTarget:
     prompt_tokens: int
     output_tokens: int
     source: Continuation | None = None
-    frontier: int | Mapping[str, int] | None = None
+    frontier: Frontier | None = None
     keep_source: bool = True
 
     def __post_init__(self) -> None:
@@ -178,7 +178,8 @@ class Transaction:
         row: the leased row, or the row of the sequence that is checkpointed.
         plans: the plan of each pool.
         target: of an activation.
-        sequence, state: of a snapshot: the running sequence, and the caller's state.
+        sequence, state, state_frontier: of a snapshot: the running sequence, the caller's state, and the frontier of
+            each pool that the state belongs to.
         copies: to execute before `tables` are published.
         tables: per pool, page group ids of the whole membership, for `row` from block 0 on; none for a snapshot.
         reserved: per pool, the reserved pages, the page of a copied tail included.
@@ -191,6 +192,7 @@ class Transaction:
     target: ActivationTarget | None = None
     sequence: Sequence | None = None
     state: object = None
+    state_frontier: dict[str, int] = field(default_factory=dict)
     copies: tuple[TailCopy, ...] = ()
     tables: dict[str, Ids] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
@@ -298,9 +300,11 @@ class Transactions:
         assert leased == plan.row, f"row {leased} was leased, {plan.row} was planned"
         return transaction
 
-    def prepare_snapshot(self, sequence: Sequence, state: object, plans: tuple[PoolPlan, ...]) -> Transaction:
+    def prepare_snapshot(
+        self, sequence: Sequence, state: object, state_frontier: dict[str, int], plans: tuple[PoolPlan, ...]
+    ) -> Transaction:
         """Claim the pages of copied tails in every pool.  (C10.6)"""
-        transaction = Transaction(sequence.row, plans, sequence=sequence, state=state)
+        transaction = Transaction(sequence.row, plans, sequence=sequence, state=state, state_frontier=state_frontier)
         for part in plans:
             if part.copied_columns:
                 spaces, block = self.active[part.pool], part.kept_pages
@@ -376,7 +380,7 @@ class Transactions:
                 spaces.pages.unpin(transaction.tails[part.pool].source)
                 members = np.concatenate((members, self._publish_tail(transaction, part, None)))
             kept[part.pool] = members, part.frontier
-        return self.continuations.keep(kept, transaction.state)
+        return self.continuations.keep(kept, transaction.state, transaction.state_frontier)
 
     def abort(self, transaction: Transaction) -> None:
         """Give every claim back: counters, references, pins, rows and the source are as before `prepare`.  (C10.2)"""
@@ -405,35 +409,21 @@ class Transactions:
         """Return the frontier that the target names in each pool; 0 without a source."""
         if target.source is None:
             return dict.fromkeys(self.active, 0)
-        # Copied once, before the source is looked up: a second read of a caller's mapping may have other answers.
         requested = target.frontier
-        if requested is not None and isinstance(requested, Mapping):
+        if isinstance(requested, Mapping):  # copied before the source is looked up, for it may end meanwhile
             requested = dict(requested)
         number = self.continuations.require_claimable(target.source, is_move=not target.keep_source)
         if self.continuations.states[number].state is None:
             raise MisuseError(f"activation from {target.source}", expected="a continuation with the caller's state",
                               got="one without: KV presence alone is never a hit",
                               remedy="attach_state when the state is complete, or recompute", clause="C2.2")
-        committed = {name: kept.by_number[number].frontier for name, kept in self.continuations.kept.items()}
+        committed = self.continuations.committed(number)
         if requested is None and len(committed) == 1:
             return committed
-        frontiers = {"main": requested} if type(requested) is int else committed if requested is None else requested
-        if not isinstance(frontiers, Mapping) or frontiers.keys() != committed.keys():
-            raise MisuseError(f"frontier {shown(requested)} of {target.source}",
-                              expected=f"None, an int, which is Main's, or a mapping that names {list(committed)}",
-                              got=shown(requested), remedy="name every pool: none is derived from another",
-                              clause="C9.9")
-        for name, own in committed.items():  # Main first: the others are compared with it
-            tokens = frontiers[name]
-            low, high = (1, own) if name == "main" else (0, min(own, frontiers["main"]))
-            if type(tokens) is not int or not low <= tokens <= high:
-                remedy = "stay within what is committed"
-                if name != "main":
-                    remedy += f", and not beyond Main's: pass frontier={{'main': ..., {name!r}: ...}}"
-                raise MisuseError(f"frontier {shown(tokens)} of {target.source} in pool {name}",
-                                  expected=f"an int, {low} to {high} tokens", got=shown(tokens), remedy=remedy,
-                                  clause="C10.7")
-        return dict(frontiers)
+        named = {"main": requested} if type(requested) is int else committed if requested is None else requested
+        return named_frontiers("frontier", target.source, named, committed, clause="C10.7",
+                               remedy="stay within what is committed, and not beyond Main's: pass a frontier for each "
+                                      "pool")
 
     def _full_entitlement(self, pool: str, total_tokens: int) -> int:
         """Return the pages of the whole budget and of the backend's provisional lead, at most L.  (C9.2, C5.6)"""

@@ -10,8 +10,8 @@ from pagedkv.devices.protocol import Array, Stream
 from pagedkv.errors import MisuseError
 from pagedkv.ops.checks import check_aligned, check_array, check_disjoint, describe
 from pagedkv.ops.modules import HasKernels
-from pagedkv.ops.views import PagedKVBatchLayerView, Selectors, check_view
-from pagedkv.values.profiles import ROLES, Profile, plane_schema, resolve_profile
+from pagedkv.ops.views import WRITTEN_BY_APPEND, PagedKVBatchLayerView, Selectors, check_counts, check_view
+from pagedkv.values.profiles import Profile, plane_schema, resolve_profile
 from pagedkv.values.quantities import ceil_div
 
 APPEND_THREADS = 64
@@ -26,7 +26,7 @@ def append(
 ) -> None:
     """Write column j of row b at position first_positions[b] + j, through the view's codec.  (C14.4, C4.4)
 
-    Launches: 1.  Columns at or beyond valid_columns[b] are neither read nor written.
+    Launches: 1.  Columns at or beyond valid_columns[b] are neither read nor written, nor are their events counted.
     """
     selectors = Selectors(first_positions, table_rows, valid_columns)
     _check_append(view, k, v, selectors)
@@ -54,20 +54,23 @@ def launch_append(
     batch, width, kv_heads, head_dim = k.shape
     row_lanes = head_dim // (LANE_DIMS if view.storage.is_quantized else LANE_DIMS_BF16)
     blocks = ceil_div(batch * width * kv_heads, WARP_LANES // row_lanes)
+    counts = () if view.codec_counts is None else (view.codec_counts,)
     arguments = (
         k, v, *view.arguments, *selectors.arguments(view), np.int32(batch), np.int32(width), np.int32(kv_heads),
+        *counts,
     )
-    kernels = ops.kernels.attention(view.storage, head_dim)
+    kernels = ops.kernels.encoding(view.storage, head_dim, counts_events=bool(counts))
     kernels[kernel].launch((blocks, 1, 1), (APPEND_THREADS, 1, 1), arguments, stream)
 
 
 def encode_unrotated(
     ops: HasKernels, profile: str | Profile, kind: Literal["k", "v"], rows: Array, codes: Array, scales: Array, *,
-    stream: Stream,
+    event_counts: Array | None = None, stream: Stream,
 ) -> None:
     """Encode rows of values that are taken as rotated already: the entry of codec tests.  (codecs 6)
 
-    Launches: 1.  rows: (N, D) float32; codes: (N, code bytes) uint8; scales: (N, scale bytes) uint8.
+    Launches: 1.  rows: (N, D) float32; codes: (N, code bytes) uint8; scales: (N, scale bytes) uint8; event_counts:
+    None, or (3,) uint64 to which the groups of each of CODEC_EVENTS are added.
 
     Raises:
         ConfigError: a profile or head_dim outside C4.5.
@@ -85,12 +88,14 @@ def encode_unrotated(
     check_array("the scales", scales, np.uint8, (count, row_bytes[f"{kind}_scale"]), "codecs 6")
     named = (("the rows", rows), ("the codes", codes), ("the scales", scales))
     check_aligned(named)
-    check_disjoint(named, writes={"the codes", "the scales"})
+    counts = () if event_counts is None else (check_counts("event_counts", event_counts),)
+    check_disjoint((*named, *(("event_counts", array) for array in counts)),
+                   writes={"the codes", "the scales", "event_counts"})
     if not count:
         return
     warp_rows = WARP_LANES // (head_dim // LANE_DIMS)
-    arguments = (rows, codes, scales, np.int64(count), np.int32(kind == "v"))
-    kernel = ops.kernels.attention(resolved, head_dim)["encode_unrotated"]
+    arguments = (rows, codes, scales, np.int64(count), np.int32(kind == "v"), *counts)
+    kernel = ops.kernels.encoding(resolved, head_dim, counts_events=bool(counts))["encode_unrotated"]
     kernel.launch((ceil_div(count, warp_rows), 1, 1), (WARP_LANES, 1, 1), arguments, stream)
 
 
@@ -106,4 +111,4 @@ def _check_append(view: PagedKVBatchLayerView, k: Array, v: Array, selectors: Se
     selectors.check_width(width, view.max_context)
     rows = (("k", k), ("v", v))
     check_aligned(rows)
-    check_disjoint((*rows, *selectors.named_arrays, *view.named_arrays), writes=ROLES)
+    check_disjoint((*rows, *selectors.named_arrays, *view.named_arrays), writes=WRITTEN_BY_APPEND)

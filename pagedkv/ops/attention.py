@@ -17,9 +17,9 @@ from pagedkv.errors import MisuseError
 from pagedkv.ops.append import launch_append
 from pagedkv.ops.checks import check_aligned, check_array, check_disjoint
 from pagedkv.ops.modules import HasKernels
-from pagedkv.ops.views import PagedKVBatchLayerView, Selectors, check_view
+from pagedkv.ops.views import WRITTEN_BY_APPEND, PagedKVBatchLayerView, Selectors, check_view
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
-from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, ROLES
+from pagedkv.values.profiles import HEAD_DIMS_CONTEXT
 
 ATTENTION_BLOCK = (128, 1, 1)
 SCALE_MAX = 1e38
@@ -114,7 +114,7 @@ class _Call:
     ) -> tuple[AttentionShape, float]:
         """Check a causal call; with `rows` to append, it writes planes too."""
         check_view(self.view)
-        shape, factor = self.check(route, scale, rows, writes=ROLES if rows else ())
+        shape, factor = self.check(route, scale, rows, writes=WRITTEN_BY_APPEND if rows else ())
         self.selectors.check_width(shape.width, self.view.max_context)
         return shape, factor
 

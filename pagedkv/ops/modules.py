@@ -4,6 +4,8 @@
     bf16_d64, ...     append.cu, causal_attention.cu   PK_PROFILE, PK_HEAD_DIM  append_rows, append_prefix,
                                                                                 encode_unrotated,
                                                                                 causal_attention_{decode,merge,prefill}
+    k8v4_d128_events, append.cu                        PK_PROFILE, PK_HEAD_DIM, append_rows, append_prefix,
+    ...                                                PK_CODEC_EVENTS          encode_unrotated, which count
     context_d64, ...  context_attention.cu             PK_PROFILE, PK_HEAD_DIM  context_attention,
                                                                                 context_attention_merge
     page_moves        page_moves.cu                    -                        fill_pages, pack_pages, unpack_pages,
@@ -34,13 +36,16 @@ from pagedkv.values.profiles import (
 PROFILE_NUMBERS: dict[str, int] = {"bf16": 0, "int8-g64": 1, "fp8-e4m3-row": 2, "nvfp4-g16": 3, "k8v4": 4}
 """PK_PROFILE in `cuda_src/kernels/codec.cuh`."""
 
-ATTENTION_KERNELS = ("append_rows", "append_prefix", "encode_unrotated", "causal_attention_decode",
-                     "causal_attention_merge", "causal_attention_prefill")
+ENCODING_KERNELS = ("append_rows", "append_prefix", "encode_unrotated")
+ATTENTION_KERNELS = (*ENCODING_KERNELS, "causal_attention_decode", "causal_attention_merge",
+                     "causal_attention_prefill")
 CONTEXT_KERNELS = ("context_attention", "context_attention_merge")
 PAGE_MOVE_KERNELS = ("fill_pages", "pack_pages", "unpack_pages", "copy_columns", "set_entries", "bf16_from_f32",
                      "f32_from_bf16")
 
 SHIPPED_HEAD_DIMS_BF16: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
+SHIPPED_HEAD_DIMS_EVENTS: tuple[int, ...] = (128,)
+"""Of the modules that count codec events: their code is that of the other modules but for three sums."""
 
 assert PROFILE_NUMBERS.keys() == PROFILES.keys(), "every profile has kernels (C4.1)"
 
@@ -54,6 +59,13 @@ def attention_module(profile: str | Profile, head_dim: int) -> ModuleSpec:
         sources=("kernels/append.cu", "kernels/causal_attention.cu"),
         defines=(("PK_PROFILE", str(PROFILE_NUMBERS[resolved.name])), ("PK_HEAD_DIM", str(head_dim))),
     )
+
+
+def events_module(profile: str | Profile, head_dim: int) -> ModuleSpec:
+    """Return the module whose appends also count codec events; `attention_module` keeps its own.  (codecs 8)"""
+    plain = attention_module(profile, head_dim)
+    return ModuleSpec(name=f"{plain.name}_events", sources=plain.sources[:1],
+                      defines=(*plain.defines, ("PK_CODEC_EVENTS", "1")))
 
 
 def context_module(head_dim: int) -> ModuleSpec:
@@ -79,12 +91,20 @@ def linear_module() -> ModuleSpec:
 
 
 def shipped_modules() -> tuple[ModuleSpec, ...]:
-    """Return the modules that are checked on every architecture: D 64, 128, 256 everywhere, more for bf16."""
+    """Return the modules that are checked on every architecture: D 64, 128, 256 everywhere, more for bf16.
+
+    Those that count codec events: D 128 only.
+    """
     return (
         *(
             attention_module(profile, head_dim)
             for profile in PROFILES.values()
             for head_dim in (HEAD_DIMS_QUANTIZED if profile.is_quantized else SHIPPED_HEAD_DIMS_BF16)
+        ),
+        *(
+            events_module(profile, head_dim)
+            for profile in PROFILES.values() if profile.is_quantized
+            for head_dim in SHIPPED_HEAD_DIMS_EVENTS
         ),
         *(context_module(head_dim) for head_dim in HEAD_DIMS_CONTEXT),
         page_moves_module(),
@@ -103,6 +123,13 @@ class Kernels:
         """Return append and causal attention of one (profile, head_dim)."""
         return self._load(("attention", profile.name, head_dim), lambda: attention_module(profile, head_dim),
                           ATTENTION_KERNELS)
+
+    def encoding(self, profile: Profile, head_dim: int, *, counts_events: bool) -> dict[str, Kernel]:
+        """Return the kernels that encode rows; with `counts_events` each has the counters as its last parameter."""
+        if not counts_events:
+            return self.attention(profile, head_dim)
+        return self._load(("events", profile.name, head_dim), lambda: events_module(profile, head_dim),
+                          ENCODING_KERNELS)
 
     def context(self, head_dim: int) -> dict[str, Kernel]:
         """Return context attention of one head_dim."""

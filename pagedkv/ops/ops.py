@@ -36,16 +36,21 @@ class Ops:
     def __init__(self, device: Device) -> None:
         self.kernels = Kernels(device)
 
-    def prepare(self, profile: str | Profile, head_dim: int, *, order: PageOrder = "page-major") -> None:
+    def prepare(
+        self, profile: str | Profile, head_dim: int, *, order: PageOrder = "page-major", counts_events: bool = False
+    ) -> None:
         """Compile and load every kernel of one (profile, head_dim), so that a capture need not.
 
         Args:
             order: "head-major" adds context attention, which the BF16 planes of a draft have.
+            counts_events: adds the appends that count codec events, which a view with `codec_counts` needs.
 
         Raises:
             ConfigError: a profile or head_dim outside C4.5, or a head-major one outside context attention's (C14.4).
         """
         self.kernels.attention(resolve_profile(profile), head_dim)
+        if counts_events:
+            self.kernels.encoding(resolve_profile(profile), head_dim, counts_events=True)
         if order == "head-major":
             self.kernels.context(head_dim)
         self.kernels.page_moves()

@@ -6,6 +6,7 @@ inputs of each op: its `Selectors`.  A view is checked once, at construction, so
     k_pages, v_pages               code planes, PlaneGeometry.shape of their role, C-contiguous, 256-byte aligned
     k_scale_pages, v_scale_pages   scale planes, exactly when the profile has them
     block_tables                   (C, L) int32: batch entry b reads row `table_rows[b]` of it (C11.3)
+    codec_counts                   (3,) uint64, or None: appends add to it what CODEC_EVENTS names (codecs 8)
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from pagedkv.devices.protocol import Array
 from pagedkv.errors import MisuseError
 from pagedkv.ops.checks import check_aligned, check_array, check_disjoint, describe
 from pagedkv.values.planes import PageOrder, PlaneGeometry
-from pagedkv.values.profiles import ROLES, Profile, plane_schema, resolve_profile
+from pagedkv.values.profiles import CODEC_EVENTS, ROLES, Profile, plane_schema, resolve_profile
 from pagedkv.values.quantities import PAGE_TOKENS, SLAB_ALIGN_BYTES
+
+WRITTEN_BY_APPEND = (*ROLES, "codec_counts")
+"""Names of a view's arrays that an append writes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +38,7 @@ class PagedKVBatchLayerView:
         storage: a profile, its name or an alias.
         order: "page-major" or "head-major".
         max_context: every position is below it; 1 <= max_context <= 64 * L.  It sizes launches and workspace.
+        codec_counts: (3,) uint64, device; appends add the groups of each of CODEC_EVENTS.  None counts nothing.
 
     Raises:
         ConfigError: the profile does not exist or does not support head_dim (C4.5).
@@ -51,6 +56,7 @@ class PagedKVBatchLayerView:
     storage: Profile
     order: PageOrder
     max_context: int
+    codec_counts: Array | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "storage", resolve_profile(self.storage))
@@ -67,6 +73,12 @@ class PagedKVBatchLayerView:
             raise MisuseError("max_context of a view", expected=f"1 to {PAGE_TOKENS} * {blocks} tokens of its table",
                               got=f"{self.max_context} tokens and {rows} rows",
                               remedy="bind a table that is wide enough", clause="C14.2")
+        if self.codec_counts is not None:
+            if not self.storage.is_quantized:
+                raise MisuseError(f"codec_counts of profile {self.storage.name}", expected="None",
+                                  got=describe(self.codec_counts), remedy="pass none: its rows have no groups",
+                                  clause="codecs 8")
+            check_counts("codec_counts", self.codec_counts)
         check_disjoint(self.named_arrays, writes=None)
 
     @cached_property
@@ -106,8 +118,9 @@ class PagedKVBatchLayerView:
 
     @cached_property
     def named_arrays(self) -> tuple[tuple[str, Array], ...]:
-        """Every array that a kernel may read through this view, by name."""
-        return (*self._by_role.items(), ("block_tables", self.block_tables))
+        """Every array that a kernel may read or write through this view, by name."""
+        counts = () if self.codec_counts is None else (("codec_counts", self.codec_counts),)
+        return (*self._by_role.items(), ("block_tables", self.block_tables), *counts)
 
     @cached_property
     def _by_role(self) -> dict[str, Array]:
@@ -152,6 +165,7 @@ class PagedKVLayerView:
     storage: Profile
     order: PageOrder
     max_context: int
+    codec_counts: Array | None = None
 
     def __post_init__(self) -> None:
         check_array("the table row", self.block_table, np.int32, (None,), "C11.1")
@@ -162,8 +176,15 @@ class PagedKVLayerView:
         """The same planes with the row as a table of one row, for the ops, with table_rows = [0]."""
         return PagedKVBatchLayerView(
             self.k_pages, self.v_pages, self.k_scale_pages, self.v_scale_pages, self.block_table.reshape(1, -1),
-            self.head_dim, self.num_kv_heads, self.storage, self.order, self.max_context,
+            self.head_dim, self.num_kv_heads, self.storage, self.order, self.max_context, self.codec_counts,
         )
+
+
+def check_counts(name: str, counts: Array) -> Array:
+    """Refuse counters of codec events that are not (3,) uint64 on an aligned address, and return them.  (codecs 8)"""
+    check_array(name, counts, np.uint64, (len(CODEC_EVENTS),), "codecs 8")
+    check_aligned([(name, counts)])
+    return counts
 
 
 def check_view(view: object) -> None:

@@ -9,7 +9,7 @@
     Transaction             {"transaction": revision}          of the line that prepared it; null if it has ended
     ActivationTarget        {"target": {...}}
     pool -> columns         {"columns": {...}}                 each count a number, a list, or an array with its dtype
-    the caller's state      {"state": true}                    only whether a state was passed
+    the caller's state      {"state": true}                    false if None was passed, "follows" if STATE_FOLLOWS was
     anything else           {"opaque": repr}                   the operation refuses it, recorded or repeated
 
 The recorder has one `JournalWords` and the replay another; each remembers which revision prepared which transaction.
@@ -18,6 +18,7 @@ Both describe answers with `outcome`, so the replay compares like with like.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 
 from pagedkv.errors import PagedKVError, shown
 from pagedkv.ledger.batch import Batch
-from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation
 from pagedkv.ledger.ledger import Ledger, PoolSlices
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationTarget, Refusal, TailCopy, Transaction
@@ -40,6 +41,9 @@ COLUMNS = frozenset({"columns", "accepted", "provisional"})
 
 INT_MAX = 1 << 62
 """A larger int is written as opaque: `json` raises at one of 5,000 digits, and the journal would end there."""
+
+
+INTEGER_DTYPE = re.compile("[<>|=]?[iub][1248]")
 
 
 class Opaque:
@@ -80,7 +84,9 @@ class JournalWords:
 
     def _argument(self, name: str, value: object) -> object:
         if name == "state":
-            return {"state": value is not None}
+            return {"state": "follows" if value is STATE_FOLLOWS else value is not None}
+        if name == "state_frontier" and isinstance(value, Mapping):
+            return _columns(value)
         if name in COLUMNS and value is not None:
             return _columns(value)
         if value is None or isinstance(value, str) or _is_plain(value):
@@ -120,7 +126,7 @@ class JournalWords:
         ((kind, value),) = words.items()
         match kind:
             case "state":
-                return True if value else None
+                return STATE_FOLLOWS if value == "follows" else True if value else None
             case "columns":
                 return {pool: _counts_from(counts) for pool, counts in value.items()}
             case "counts":
@@ -193,6 +199,7 @@ class JournalWords:
             spaces = {name: (kept.by_number[answer.number], kept.pages) for name, kept in self.ledger.kept.items()}
             return {"continuation": answer.number,
                     "frontiers": {name: space.frontier for name, (space, _) in spaces.items()},
+                    "state_frontier": self._state_frontier(answer),
                     "pages": {name: pages.device[space.members].tolist() for name, (space, pages) in spaces.items()}}
         if isinstance(answer, Transaction):
             return {"row": answer.row, "pools": [plan._asdict() for plan in answer.plans],
@@ -218,8 +225,12 @@ class JournalWords:
             if isinstance(value, Continuation) and value.number in self.ledger.continuations.states:
                 spaces = {name: kept.by_number[value.number] for name, kept in self.ledger.kept.items()}
                 return {"frontiers": {name: space.frontier for name, space in spaces.items()},
-                        "protected": {name: space.protected_frontier for name, space in spaces.items()}}
+                        "protected": {name: space.protected_frontier for name, space in spaces.items()},
+                        "state_frontier": self._state_frontier(value)}
         return None
+
+    def _state_frontier(self, continuation: Continuation) -> dict[str, int]:
+        return dict(self.ledger.continuations.states[continuation.number].state_frontier)
 
     def _row_frontiers(self, row: int) -> dict[str, int]:
         return {name: int(spaces.committed_end[row]) for name, spaces in self.ledger.active.items()}
@@ -275,5 +286,7 @@ def _counts_from(words: object) -> object:
     if isinstance(words, dict):
         if "opaque" in words:
             return Opaque(words["opaque"])
+        if not INTEGER_DTYPE.fullmatch(words["dtype"]):  # another one could take any amount of memory
+            raise ValueError(f"{words['dtype']!r} is no dtype of counts")
         return np.array(words["array"], np.dtype(words["dtype"]))
     return words

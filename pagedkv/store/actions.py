@@ -52,6 +52,10 @@ class Actions:
         self._active = active
         self._sanitizer = sanitizer
 
+    def close(self) -> None:
+        """Let go of the store's arrays."""
+        self._planes, self._tables, self._sanitizer = {}, {}, None
+
     def publish(self, slices: PoolSlices) -> None:
         """Copy new slices to the device tables, and record an event for each.  (C11.2)
 

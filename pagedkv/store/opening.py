@@ -11,7 +11,7 @@ from pagedkv.errors import Caught, MisuseError, shown
 from pagedkv.record.journal import Journal, TextSink
 from pagedkv.store.store import Store, require_config
 from pagedkv.values.config import AutoCapacity, StoreConfig
-from pagedkv.values.planner import CapacityPlan, plan
+from pagedkv.values.planner import plan
 
 _LOG = logging.getLogger("pagedkv")
 
@@ -22,9 +22,9 @@ def open_store(
     """Open a store on a device: "auto", "cpu", "cuda" or a Device.  A device that is named closes with the store.
 
     One line of the `pagedkv` log names the device and why it was chosen.  Automatic capacity is resolved here, once,
-    with the memory that is free after this process's caches were emptied (C5.3).  A second log line gives the free,
-    the requested and the granted capacity; it is a warning if the caller set no `min_tokens` and the store gets fewer
-    tokens than all lanes can use.
+    with the memory that is free after this process's caches were emptied (C5.3).  A second log line gives the capacity
+    in pages and token-equivalents, and where it was automatic, the free and the requested bytes; it is a warning if the
+    caller set no `min_tokens` and the store gets fewer tokens than all lanes can use.
 
     Args:
         journal: records every decision of the ledger as a JSON line, for `replay_journal`.  A path, whose file is
@@ -57,17 +57,17 @@ def _open(
         raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=shown(device),
                           remedy="pass a name, or what open_device returned", clause="C1.1")
     _LOG.info("device: %s", device.description)
-    resolved: CapacityPlan | None = None
     if isinstance(config.kv_capacity, AutoCapacity):
         cache_bytes = device.empty_caches()
         free_bytes, total_bytes = device.memory_bytes()
         resolved = plan(config, free_bytes, total_bytes=total_bytes, cache_bytes=cache_bytes)
         is_degraded = resolved.is_clamped and config.kv_capacity.min_tokens is None
-        _LOG.log(logging.WARNING if is_degraded else logging.INFO, "%s", resolved.summary())
-        config = resolved.config
+    else:
+        resolved, is_degraded = plan(config, None), False
+    _LOG.log(logging.WARNING if is_degraded else logging.INFO, "%s", resolved.summary())
     journal = None if target is None else Journal(target)
     try:
-        return Store(config, device, plan=resolved, journal=journal, owns_device=owns_device)
+        return Store(resolved, device, journal=journal, owns_device=owns_device)
     except BaseException as error:
         if journal is not None:
             journal.close_after(error)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import NoReturn, Self
@@ -42,7 +43,7 @@ from pagedkv.errors import (
 )
 from pagedkv.ledger.batch import Batch, Columns
 from pagedkv.ledger.check import check_ledger
-from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.continuations import Continuation, Frontier
 from pagedkv.ledger.events import PageObserver
 from pagedkv.ledger.inspect import StoreInspection, inspect_ledger
 from pagedkv.ledger.kept_spaces import KeptSpace
@@ -66,7 +67,7 @@ from pagedkv.values.layout import (
     build_layout,
 )
 from pagedkv.values.planner import CapacityPlan
-from pagedkv.values.profiles import ROLES
+from pagedkv.values.profiles import CODEC_EVENTS, ROLES
 
 _LOG = logging.getLogger("pagedkv")
 _STORE_IDS = itertools.count(1)
@@ -76,8 +77,8 @@ class Store:
     """A KV store on one device; made by `open_store`.
 
     Attributes:
-        config: the configuration, with its capacity resolved; fixed.
-        plan: the plan that resolved automatic capacity; None if capacity was explicit (C5.2).
+        config: the configuration of the plan, with its capacity resolved; fixed.
+        plan: Main's capacity in pages and in token-equivalents (`plan.tokens`, C5.5), and every byte by owner.
         device, stream: everything runs on this device and this one ordered stream.
         owns_device: whether `close` closes the device too, because `open_store` opened it by name.
         ops: launches the kernels on this device.
@@ -88,7 +89,6 @@ class Store:
         sanitizer: looks for corruption; None unless `config.sanitizer`.
         workspace: uint8, for the attention of every unit on `stream`; None if no unit needs it.
         control_ingress, control_egress: int32 words of every unit on `stream`, at fixed addresses (C15.1).
-        graph_bytes: bytes of `graph_buffer` so far; the plan holds an allowance for them.
 
     A sequence's budget, a backend's lead included, is reserved in whole pages.  So its row may write to the end of the
     last page, below max_context; `covered_columns` returns how far.
@@ -100,11 +100,9 @@ class Store:
     """
 
     def __init__(
-        self, config: StoreConfig, device: Device, *, plan: CapacityPlan | None = None, journal: Journal | None = None,
-        owns_device: bool = False,
+        self, plan: CapacityPlan, device: Device, *, journal: Journal | None = None, owns_device: bool = False,
     ) -> None:
-        require_config(config)
-        self.config = config
+        self.config = config = plan.config
         self.device = device
         self.owns_device = owns_device
         self.plan = plan
@@ -123,7 +121,8 @@ class Store:
         self.workspace: Array | None = self._slabs.get(ATTENTION_WORKSPACE)
         self.control_ingress: Array = self._slabs[CONTROL_INGRESS]
         self.control_egress: Array = self._slabs[CONTROL_EGRESS]
-        self.graph_bytes = 0
+        self._graph_buffers: list[weakref.ref[Array]] = []
+        self._closed_parts = 0
         self.block_tables: dict[str, Array] = {
             pool.name: self._slabs[f"{pool.name}.block_table"] for pool in config.pools
         }
@@ -132,7 +131,7 @@ class Store:
             for pool in config.pools
         }
         for pool in config.pools:
-            self.ops.prepare(pool.profile, pool.geometry.head_dim, order=pool.order)
+            self.ops.prepare(pool.profile, pool.geometry.head_dim, order=pool.order, counts_events=pool.counts_events)
         self._events: dict[int, Event] = {}
         self._completed: set[int] = set()
         planes = {  # of each pool in ordinal order (C4.2)
@@ -154,12 +153,11 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        if error is None:
             self.close()
-        except PagedKVError as second:
-            if error is None:
-                raise
-            error.add_note(f"and the store could not be closed well: {second}")
+            return
+        with Caught(error):
+            self.close()
 
     def __reduce__(self) -> NoReturn:
         raise MisuseError("a copy of a store", expected="one object for one set of device arrays", got="copy or pickle",
@@ -168,35 +166,57 @@ class Store:
     def close(self) -> None:
         """Wait for the stream, give the slabs back, and close the journal and a device that `open_store` opened.
 
-        A capture on the store's stream is aborted first.  Closing twice is harmless.
+        A capture on the store's stream is aborted first.  Units in flight end without a commit when the device has
+        finished them; one WARNING of the `pagedkv` log names them and their sequences.  Observers hear nothing more.
+        An array that the caller still holds keeps its memory until the caller drops it.
+
+        Closing twice is harmless, and goes on where an interrupt stopped the first call.
 
         Raises:
             DeviceFault: a kernel failed, or wrote beyond a buffer.
             JournalFailed: a line of the journal could not be written.
-            The store is closed nevertheless, also after every other error of the stream.
+            The store is closed nevertheless, also after every other error of the stream.  Of several errors the first
+            is raised, and the others are notes of it.
         """
-        if self._access.is_closed:
-            return
-        self._access.require_owner("close")
-        try:
-            try:
-                if self.stream.is_capturing:
-                    self.device.abort_capture(self.stream)
-                if self._access.fault is None:
-                    with self._access:
-                        self.stream.synchronize()
-            finally:
-                self._access.is_closed = True
-                self.views.clear()
-                self.block_tables.clear()
-                self._slabs.clear()
-                self.workspace = self.control_ingress = self.control_egress = self.sanitizer = None
-                if self.owns_device:
-                    self.device.close()
-        except BaseException as error:
-            if self._journal is not None:
-                self._journal.close_after(error)
-            raise
+        if self._closed_parts < len(_CLOSING):
+            self._access.require_owner("close")
+        first: BaseException | None = None
+        for close_part in _CLOSING[self._closed_parts :]:
+            with Caught(first, all_kinds=True) as caught:
+                close_part(self)
+            first = first or caught.error
+            self._closed_parts += 1
+        if first is not None:
+            raise first
+
+    def _finish_work(self) -> None:
+        if self.stream.is_capturing:
+            self.device.abort_capture(self.stream)
+        if self._access.fault is None:
+            with self._access:
+                self.stream.synchronize()
+
+    def _report_ended_units(self) -> None:
+        running = self._ledger.sequences.handles()
+        texts = [f"{unit.label} of {', '.join(str(one) for one in running if unit.rows_mask >> one.row & 1)}"
+                 for unit in self._ledger.units.in_flight]
+        if texts:
+            _LOG.warning("close ended units in flight without a commit: %s", "; ".join(texts))
+
+    def _give_back(self) -> None:
+        self._access.is_closed = True
+        self._ledger.end_record()
+        self._ledger.events.end()
+        self._actions.close()
+        self._events.clear()
+        self.views.clear()
+        self.block_tables.clear()
+        self._slabs.clear()
+        self.workspace = self.control_ingress = self.control_egress = self.sanitizer = None
+        if self.owns_device:
+            self.device.close()
+
+    def _close_journal(self) -> None:
         if self._journal is not None:
             self._journal.close()
 
@@ -287,14 +307,18 @@ class Store:
         self._access.enter("explain")
         return self._ledger.transactions.explain(target)
 
-    def finish(self, sequence: Sequence, *, retain: bool = False, state: object = None) -> Continuation | None:
+    def finish(
+        self, sequence: Sequence, *, retain: bool = False, state: object = None, state_frontier: Frontier | None = None
+    ) -> Continuation | None:
         """End a sequence: trim, give up reservation and row, then release its pages or retain them.  (C9.8)
 
         Args:
             sequence: active, and no unit in flight selects it.
             retain: keep its pages as an immutable continuation, which protects all committed tokens.
-            state: the caller's state at the frontier, which the store never reads.  None means that it is not complete:
-                then no sequence can be activated from the continuation until `attach_state` (C2.2).
+            state: the caller's state, which the store never reads; it goes with `retain`.  `STATE_FOLLOWS` says that it
+                comes later: no sequence can be activated from the continuation until `attach_state` (C2.2).
+            state_frontier: the committed tokens of each pool that the state needs.  None is Main's frontier, for every
+                pool; a number is for every pool; a mapping names every pool (C9.9).
 
         Returns:
             The continuation, or None without `retain`.
@@ -302,11 +326,12 @@ class Store:
         Raises:
             UnitInFlight: a unit in flight selects it (C12.2).
             StaleHandle: it has ended.
-            MisuseError: a copy uses one of its pages; a state without `retain`; or with `retain`, Main has no committed
-                token, or a backend's frontier is beyond Main's (C13.2).
+            MisuseError: a copy uses one of its pages; a state without `retain`; or with `retain`, there is no state, a
+                pool is behind the frontier of the state, Main has no committed token, or a backend's frontier is beyond
+                Main's (C13.2).
         """
         self._access.enter("finish", is_publishing=self.sanitizer is not None)
-        continuation = self._ledger.finish(sequence, retain=retain, state=state)
+        continuation = self._ledger.finish(sequence, retain=retain, state=state, state_frontier=state_frontier)
         self._settle()
         return continuation
 
@@ -324,8 +349,12 @@ class Store:
 
     # ---- continuations ----------------------------------------------------------------------------
 
-    def try_snapshot(self, sequence: Sequence, *, state: object = None) -> Continuation | Refusal:
+    def try_snapshot(
+        self, sequence: Sequence, *, state: object = None, state_frontier: Frontier | None = None
+    ) -> Continuation | Refusal:
         """Checkpoint an active sequence at a boundary; it runs on.  (C10.6)
+
+        `state` and `state_frontier` are as of `finish`.
 
         The checkpoint shares the full pages.  If the frontier lies inside a page, its committed columns are copied into
         a new page of the checkpoint, so no table entry changes.  Launches: one per plane of a copied tail.
@@ -339,7 +368,7 @@ class Store:
             DeviceFault: a copy failed; every claim was given back.
         """
         self._access.enter("snapshot", is_publishing=True)
-        transaction = self._ledger.prepare_snapshot(sequence, state)
+        transaction = self._ledger.prepare_snapshot(sequence, state, state_frontier)
         if isinstance(transaction, Refusal):
             return transaction
         self._follow(transaction)
@@ -347,14 +376,18 @@ class Store:
         self._settle()
         return checkpoint
 
-    def snapshot(self, sequence: Sequence, *, state: object = None) -> Continuation:
+    def snapshot(
+        self, sequence: Sequence, *, state: object = None, state_frontier: Frontier | None = None
+    ) -> Continuation:
         """Checkpoint an active sequence at a boundary; it runs on.  (C10.6)
+
+        `state` and `state_frontier` are as of `finish`.
 
         Raises:
             SnapshotRefused: no free page for a copied tail, or provisional pages are mapped.
             UnitInFlight, StaleHandle, MisuseError, CaptureRefused, DeviceFault: as `try_snapshot`.
         """
-        answer = self.try_snapshot(sequence, state=state)
+        answer = self.try_snapshot(sequence, state=state, state_frontier=state_frontier)
         if isinstance(answer, Refusal):
             is_provisional = answer.reason == "provisional"
             raise SnapshotRefused(
@@ -388,18 +421,23 @@ class Store:
         self._ledger.protect(continuation, tokens, pool)
         self._settle()
 
-    def attach_state(self, continuation: Continuation, state: object) -> None:
-        """Replace the caller's state of a continuation; None means that it is not complete.  (C2.2)
+    def attach_state(
+        self, continuation: Continuation, state: object, *, state_frontier: Frontier | None = None
+    ) -> None:
+        """Replace the caller's state of a continuation; `STATE_FOLLOWS` takes it back.  (C2.2, C9.8)
+
+        `state` and `state_frontier` are as of `finish`.
 
         Raises:
             StaleHandle: it was released or moved.
+            MisuseError: there is no state, or a pool is behind its frontier; nothing changed.
         """
         self._access.enter("attach_state")
-        self._ledger.attach_state(continuation, state)
+        self._ledger.attach_state(continuation, state, state_frontier)
         self._settle()
 
     def state_of(self, continuation: Continuation) -> object:
-        """Return the caller's state of a continuation, or None.  (C2.2)
+        """Return the caller's state of a continuation, or None while there is none.  (C2.2)
 
         Raises:
             StaleHandle: it was released or moved.
@@ -557,19 +595,20 @@ class Store:
             graph.launch(self.stream)
 
     def graph_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Allocate a buffer for a captured unit, and add it to `graph_bytes`.  (C5.4)
+        """Allocate a buffer for a captured unit; it counts in `graph_bytes` until its last user drops it.  (C5.4)
 
-        The plan has an allowance for all these buffers.  If they exceed it, a warning is logged once.
+        The plan has an allowance for all these buffers.  If capacity was automatic, a warning is logged each time that
+        they come to exceed it.
         """
         self._access.enter("graph_buffer")
         with self._access:
             buffer = self.device.empty(shape, dtype)
-        allowance = self.config.allowance_bytes
-        is_first_excess = self.graph_bytes <= allowance < self.graph_bytes + int(buffer.nbytes)
-        self.graph_bytes += int(buffer.nbytes)
-        if is_first_excess and self.plan is not None:
+        before, allowance = self.graph_bytes, self.config.allowance_bytes
+        self._graph_buffers = [known for known in self._graph_buffers if known() is not None]
+        self._graph_buffers.append(weakref.ref(buffer))
+        if self.plan.free_bytes is not None and before <= allowance < before + int(buffer.nbytes):
             _LOG.warning("buffers of captured units take %d bytes, %d were planned; set graph_allowance_bytes",
-                         self.graph_bytes, allowance)
+                         before + int(buffer.nbytes), allowance)
         return buffer
 
     # ---- between units ----------------------------------------------------------------------------
@@ -582,8 +621,8 @@ class Store:
 
         Returns:
             The sequences that could not be extended, in batch order.  Each may go on while `covered_columns` is enough
-            for its next launch; then the caller ends it with reason "length".  To get pages, release a continuation
-            and call `begin_round` again.
+            for its next launch; then the caller ends it with reason "length", and can still write one forced span.  To
+            get pages, release a continuation and call `begin_round` again.
 
         Raises:
             UnitInFlight: a unit in flight selects one of the rows (C12.2); nothing changed.
@@ -594,15 +633,24 @@ class Store:
         self._settle()
         return sequences
 
-    def covered_columns(self, batch: Batch, pool: str = "main") -> npt.NDArray[np.int32]:
+    def covered_columns(self, batch: Batch, pool: str = "main", *, forced: bool = False) -> npt.NDArray[np.int32]:
         """Return (B,) int32: columns behind its frontier that each entry may still write in a pool.  (C9.2, C16.17)
+
+        Room for one forced span, `forced_span_tokens` of the configuration, is left out, with and without lease growth:
+        a loop that ends a row when its next launch is not covered can still write that span.  It is part of what was
+        activated, so `output_tokens` include it.
+
+        Args:
+            batch: the sequences.
+            pool: the name of a pool.
+            forced: count the room for the forced span too, as before that span itself, or before a prompt.
 
         Raises:
             StaleHandle: one of the sequences has ended.
-            MisuseError: an unknown pool.
+            MisuseError: an unknown pool, or `forced` is no bool.
         """
         self._access.enter("covered_columns")
-        return self._ledger.covered_columns(batch, pool)
+        return self._ledger.covered_columns(batch, pool, forced)
 
     def ensure_mapped_to_tokens(self, sequence: Sequence, tokens: int, pool: str = "main") -> None:
         """Map and publish positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)
@@ -639,8 +687,8 @@ class Store:
     def truncate(self, target: Sequence | Continuation, tokens: int, pool: str = "main") -> None:
         """Lower the committed frontier of one pool to `tokens`.  (C9.10)
 
-        The pages behind it return to the sequence's reservation; pages of a continuation are released.  A
-        continuation's state belongs to Main's frontier: lowering that deletes the state, until `attach_state` (C2.2).
+        The pages behind it return to the sequence's reservation; pages of a continuation are released.  A cut below
+        the frontier that a continuation's state belongs to in this pool deletes the state, until `attach_state` (C2.2).
         Each pool is cut by itself (C9.9).  If Main of a continuation was cut below a backend's frontier, activate from
         it with a frontier for every pool.
 
@@ -684,6 +732,12 @@ class Store:
         return ids
 
     # ---- evidence ---------------------------------------------------------------------------------
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of the buffers of `graph_buffer` that somebody still uses; the plan holds an allowance for them."""
+        buffers = (known() for known in self._graph_buffers)
+        return sum(int(buffer.nbytes) for buffer in buffers if buffer is not None)
 
     @property
     def published_slices(self) -> int:
@@ -753,6 +807,32 @@ class Store:
             counts[pool.name] = {kind: {"pages": n, "bytes": n * page_bytes} for kind, n in pages.items()}
         return counts
 
+    def codec_counts(self) -> dict[str, dict[str, int]]:
+        """Return, per pool, how many groups appends stored beyond ordinary ones; waits for the stream.  (codecs 8)
+
+        A group is 64 dims (int8), a row (fp8) or 16 dims (fp4) of one K or V row, and counts each time it is written:
+        "saturated" if its magnitude is beyond the format, "nonfinite" if its scale is NaN or infinite, "zero_groups" if
+        its scale is zero.  Replayed units count too; dead columns, copies and moves of pages do not.  A bf16 pool has
+        no groups, so all its counts are 0.
+
+        Raises:
+            MisuseError: the store was opened without `codec_events`.
+            CaptureRefused: the stream is capturing.
+            DeviceFault: a kernel failed; the store is latched.
+        """
+        self._access.enter("codec_counts")
+        if not self.config.codec_events:
+            raise MisuseError("codec_counts", expected="a store that counts codec events",
+                              got="one opened without codec_events",
+                              remedy="open it with StoreConfig(codec_events=True)", clause="codecs 8")
+        counts = {pool.name: np.zeros(len(CODEC_EVENTS), np.uint64) for pool in self.config.pools}
+        with self._access:
+            for pool in self.config.pools:
+                if pool.counts_events:
+                    self.device.copy(counts[pool.name], self._slabs[f"{pool.name}.codec_counts"], self.stream)
+            self.stream.synchronize()
+        return {pool: dict(zip(CODEC_EVENTS, array.tolist(), strict=True)) for pool, array in counts.items()}
+
     # ---- helpers ----------------------------------------------------------------------------------
 
     def _kept_space(self, continuation: Continuation, pool: str) -> KeptSpace:
@@ -789,7 +869,12 @@ class Store:
         return PagedKVBatchLayerView(
             k_pages, v_pages, k_scale_pages, v_scale_pages, self.block_tables[pool_name], pool.geometry.head_dim,
             pool.geometry.kv_heads, pool.profile, pool.order, self.config.max_context,
+            self._slabs.get(f"{pool_name}.codec_counts"),
         )
+
+
+_CLOSING = (Store._finish_work, Store._report_ended_units, Store._give_back, Store._close_journal)
+"""The parts of `Store.close`, in order; each runs whatever became of the one before."""
 
 
 def _counts(columns: Columns) -> Columns:

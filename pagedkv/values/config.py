@@ -175,6 +175,7 @@ class PoolConfig:
         lead_tokens: how far beyond the sequence's own budget a row may write provisionally; both together are
             reserved in whole pages.
         guard_pages: page groups behind the last id, which no lease names; 1 in sanitizer mode (C11.1).
+        counts_events: whether appends count codec events; never for bf16, whose rows have no groups (codecs 8).
     """
 
     name: str
@@ -184,6 +185,7 @@ class PoolConfig:
     pages: int
     lead_tokens: int
     guard_pages: int = 0
+    counts_events: bool = False
 
     @property
     def planes(self) -> tuple[PlaneGeometry, ...]:
@@ -222,11 +224,14 @@ class StoreConfig:
         graph_allowance_bytes: device memory set aside for captured graphs, their buffers and allocator rounding;
             None is 12 MiB per lane.
         sanitizer: keep one guard page group a pool behind the last id; fresh table entries point at it (C11.1).
+        codec_events: count saturated, non-finite and zero groups of every append on the device; `Store.codec_counts`
+            returns them (codecs 8).
         host_arena_bytes: pinned host memory for host replicas; charged to no device (C5.7).
         kv_lease_growth: reserve a bounded window of the output budget and extend it at round boundaries, by
             `Store.begin_round` (C9.2).
         lease_window_tokens: output tokens that an activation reserves, and the most that an extension adds.
-        forced_span_tokens: most tokens that the embedder appends at once without sampling; the cushion holds them.
+        forced_span_tokens: most tokens that the embedder appends at once without sampling.  Their room is left out of
+            `Store.covered_columns`; with lease growth the cushion holds them, also at the end of a row.
 
     What an activation asks for is reserved in whole pages: a row may write to the end of the last page of its budget,
     below `max_context`.  A backend's lead is added to the budget before that is rounded up: it is in whole pages too.
@@ -248,6 +253,7 @@ class StoreConfig:
     state_bytes_fixed: int = field(default=0, kw_only=True)
     graph_allowance_bytes: int | None = field(default=None, kw_only=True)
     sanitizer: bool = field(default=False, kw_only=True)
+    codec_events: bool = field(default=False, kw_only=True)
     host_arena_bytes: int = field(default=0, kw_only=True)
     kv_lease_growth: bool = field(default=False, kw_only=True)
     lease_window_tokens: int = field(default=4096, kw_only=True)
@@ -288,7 +294,7 @@ class StoreConfig:
         _require_int("host_arena_bytes", self.host_arena_bytes, 0, BYTES_MAX, "C5.7")
         _require_int("lease_window_tokens", self.lease_window_tokens, 1, CONTEXT_TOKENS_MAX, "C9.2")
         _require_int("forced_span_tokens", self.forced_span_tokens, 0, CONTEXT_TOKENS_MAX, "C9.2")
-        for name, clause in (("sanitizer", "C11.1"), ("kv_lease_growth", "C9.2")):
+        for name, clause in (("sanitizer", "C11.1"), ("codec_events", "codecs 8"), ("kv_lease_growth", "C9.2")):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, expected="True or False", got=repr(getattr(self, name)),
                                   remedy="correct the configuration", clause=clause)
@@ -385,14 +391,15 @@ class StoreConfig:
     def pools_at(self, pages: int) -> tuple[PoolConfig, ...]:
         """Return the growing pools at M = pages; the configured capacity is ignored.  (C3.3, C5.6)"""
         guard = int(self.sanitizer)
-        main = PoolConfig("main", self.resolved_profile, self.geometry, "page-major", pages, 0, guard)
+        counts = self.codec_events and self.resolved_profile.is_quantized
+        main = PoolConfig("main", self.resolved_profile, self.geometry, "page-major", pages, 0, guard, counts)
         backend = self.backend
         if isinstance(backend, MTPBackend):
             lead = backend.draft_window - 1
             draft = KVGeometry(backend.layers, self.geometry.query_heads, self.geometry.kv_heads,
                                self.geometry.head_dim)
             mtp_pages = pages + self.max_concurrency * ceil_div(lead, PAGE_TOKENS)
-            return (main, PoolConfig("mtp", self.resolved_profile, draft, "page-major", mtp_pages, lead, guard))
+            return (main, PoolConfig("mtp", self.resolved_profile, draft, "page-major", mtp_pages, lead, guard, counts))
         if isinstance(backend, DraftFullBackend):
             return (main, PoolConfig("draft", PROFILES["bf16"], backend.geometry, "head-major", pages, 0, guard))
         return (main,)

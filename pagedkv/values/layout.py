@@ -10,6 +10,7 @@ Every entry has an owner, and every byte of a plan belongs to exactly one:
     pool main, pool mtp | draft     planes: codes and scales of every layer
     guard pages                     the page group behind the last id of each pool, in sanitizer mode
     block tables                    (C, L) int32 of each pool
+    codec counters                  (3,) uint64 of each quantized pool, if the store counts codec events
     control buffers                 selectors in, sampled tokens out; shared by every captured unit
     attention workspace             partial results of the widest unit; shared by every captured unit
     sequence state                  declared by the caller
@@ -31,6 +32,7 @@ from pagedkv.errors import ConfigError
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.config import PoolConfig, StoreConfig
 from pagedkv.values.planes import PlaneGeometry
+from pagedkv.values.profiles import CODEC_EVENTS
 from pagedkv.values.quantities import SLAB_ALIGN_BYTES
 
 ALIGNMENT_BYTES = SLAB_ALIGN_BYTES - 1
@@ -124,7 +126,7 @@ def control_words(*, batch: int, width: int) -> tuple[int, int]:
 
 
 def pool_slabs(pool: PoolConfig, *, blocks: int, rows: int) -> tuple[Slab, ...]:
-    """Return the slabs of one pool: its planes in ordinal order, then its block table (C, L).  (C11.1)"""
+    """Return the slabs of one pool: planes in ordinal order, block table (C, L), codec counters if any.  (C11.1)"""
     planes = tuple(
         Slab(
             f"pool {pool.name}", f"{pool.name}.{plane.layer}.{plane.role}", plane.shape, plane.dtype, plane,
@@ -134,7 +136,8 @@ def pool_slabs(pool: PoolConfig, *, blocks: int, rows: int) -> tuple[Slab, ...]:
     )
     # Entries beyond membership are unspecified (C11.1): poison on the cpu device shows who reads them nevertheless.
     table = Slab("block tables", f"{pool.name}.block_table", (rows, blocks), np.dtype(np.int32), is_scratch=True)
-    return (*planes, table)
+    counters = Slab("codec counters", f"{pool.name}.codec_counts", (len(CODEC_EVENTS),), np.dtype(np.uint64))
+    return (*planes, table, counters) if pool.counts_events else (*planes, table)
 
 
 def build_layout(config: StoreConfig, *, pages: int | None = None) -> StoreLayout:

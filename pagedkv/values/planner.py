@@ -7,7 +7,7 @@
     | B_min        | step | step | ... |  the rest of a step      |  R, headroom   |
 
     automatic    M = min(M_max, M_min + floor((F - R - B_min) / B_step)), refused unless F >= R + B_min
-    explicit     M = ceil(K_main / P), refused unless F >= B(M)
+    explicit     M = ceil(K_main / P), refused unless F >= B(M) where F is known
 
 Example: M_min 2, M_max 6, B_min 1000, B_step 128.  F 1360 and R 50 leave 310 bytes above B_min, which are 2 steps:
 M = 4, B = 1256, slack = 104, and R <= slack < R + B_step.
@@ -68,9 +68,9 @@ class CapacityPlan:
         bytes: B(M), the complete device reservation.
         b_min, b_step: B at M_min, and the bytes of each further page group.
         bytes_max: B(M_max), the reservation for every lane at its ceiling.
-        free_bytes: F.
+        free_bytes: F; None for an explicit capacity that nobody compared with free memory.
         headroom_bytes: R; 0 for an explicit capacity.
-        slack: F - B(M), bytes.
+        slack: F - B(M), bytes; None without F.
         owners: owner -> bytes, alignment last; their sum is `bytes`.
         total_bytes: memory of the device, if known.
         cache_bytes: bytes in the runtime's caches of this process before they were emptied (C5.3).
@@ -86,7 +86,7 @@ class CapacityPlan:
     b_min: int
     b_step: int
     bytes_max: int
-    free_bytes: int
+    free_bytes: int | None
     headroom_bytes: int
     owners: dict[str, int]
     total_bytes: int | None = None
@@ -100,9 +100,9 @@ class CapacityPlan:
         return self.pages * PAGE_TOKENS
 
     @property
-    def slack(self) -> int:
+    def slack(self) -> int | None:
         """Free bytes that the plan leaves; with automatic capacity below M_max, R <= slack < R + B_step."""
-        return self.free_bytes - self.bytes
+        return None if self.free_bytes is None else self.free_bytes - self.bytes
 
     @property
     def whole_sequences(self) -> int:
@@ -115,10 +115,13 @@ class CapacityPlan:
         return self.pages < self.pages_max
 
     def summary(self) -> str:
-        """Return one line: free, wanted and got.  (C5.3)"""
+        """Return one line: free, wanted and got; without F, what was asked for.  (C5.3, C5.5)"""
+        room = (f"({self.tokens} tokens, {self.whole_sequences} of {self.config.max_concurrency} sequences at "
+                "max_context)")
+        if self.free_bytes is None:
+            return f"capacity: {self.pages} pages as configured {room}; {self.bytes} bytes"
         return (
-            f"capacity: got {self.pages} of {self.pages_max} wanted pages ({self.tokens} tokens, "
-            f"{self.whole_sequences} of {self.config.max_concurrency} sequences at max_context); {self.bytes} of "
+            f"capacity: got {self.pages} of {self.pages_max} wanted pages {room}; {self.bytes} of "
             f"{self.free_bytes} free bytes, headroom {self.headroom_bytes}, wanted {self.bytes_max}"
         )
 
@@ -143,34 +146,39 @@ def _layout_on(curve: CapacityCurve, config: StoreConfig, pages: int) -> StoreLa
 
 
 def plan(
-    config: StoreConfig, free_bytes: int, *, total_bytes: int | None = None, cache_bytes: int = 0
+    config: StoreConfig, free_bytes: int | None, *, total_bytes: int | None = None, cache_bytes: int = 0
 ) -> CapacityPlan:
     """Choose M for a configuration and a count of free bytes, and account for every byte.  (C5.3)
 
     Args:
         config: automatic or explicit capacity.
-        free_bytes: F: free device memory after this process's caches were emptied.
+        free_bytes: F: free device memory after this process's caches were emptied.  None, for an explicit capacity
+            alone, compares the plan with no memory.
         total_bytes, cache_bytes: reported beside the plan.
 
     Raises:
         CapacityError: too little memory; `free_bytes`, `needed_bytes`, `pages` and `curve` are fields, and the
             remedy names changes that fit.
-        ConfigError: a negative count.
+        ConfigError: a negative count, or automatic capacity without F.
     """
     if not isinstance(config, StoreConfig):
         raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
                           remedy="build a StoreConfig first", clause="C5.2")
-    counts = {"free_bytes": free_bytes, "total_bytes": 0 if total_bytes is None else total_bytes,
-              "cache_bytes": cache_bytes}
+    is_free_known = free_bytes is not None or not config.is_resolved
+    counts = {"free_bytes": free_bytes if is_free_known else 0,
+              "total_bytes": 0 if total_bytes is None else total_bytes, "cache_bytes": cache_bytes}
     for name, count in counts.items():
         if type(count) is not int or count < 0:
             raise ConfigError(name, expected="a count of bytes, 0 or more", got=repr(count),
                               remedy="pass what the device reports", clause="C5.3")
     curve = capacity_curve(config)
     least, most = acceptable_pages(config)
-    pages = curve.choose(budget_bytes=free_bytes - headroom_bytes(config), least=least, most=most)
-    if pages is None:
-        raise _too_little(config, curve, free_bytes)
+    pages = most
+    if free_bytes is not None:
+        chosen = curve.choose(budget_bytes=free_bytes - headroom_bytes(config), least=least, most=most)
+        if chosen is None:
+            raise _too_little(config, curve, free_bytes)
+        pages = chosen
     resolved = config.with_pages(pages)
     layout = _layout_on(curve, resolved, pages)
     return CapacityPlan(

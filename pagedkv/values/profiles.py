@@ -26,6 +26,13 @@ from pagedkv.errors import ConfigError
 Role = Literal["k_code", "v_code", "k_scale", "v_scale"]
 ROLES: tuple[Role, ...] = ("k_code", "v_code", "k_scale", "v_scale")
 
+CODEC_EVENTS = ("saturated", "nonfinite", "zero_groups")
+"""What appends count, in the order of the counters; a group is 64 dims (int8), a row (fp8) or 16 dims (fp4).
+
+saturated: the largest magnitude is beyond the largest scale.  nonfinite: stored with a NaN or infinite scale.
+zero_groups: stored with scale zero (codecs 8).
+"""
+
 HEAD_DIMS_BF16 = tuple(range(16, 257, 16))
 HEAD_DIMS_QUANTIZED = (64, 128, 256)
 HEAD_DIMS_CONTEXT = (64, 128)

@@ -14,11 +14,11 @@ GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 
 
 def opened(
-    *, growth: bool, max_context: int = 20_480, concurrency: int = 2, window: int = 64
+    *, growth: bool, max_context: int = 20_480, concurrency: int = 2, window: int = 64, forced: int = 0
 ) -> AbstractContextManager[pk.Store]:
     """Open a store whose pool holds one whole sequence, and check it at the end."""
     return opened_store(GEOMETRY, max_context=max_context, concurrency=concurrency, tokens=max_context,
-                        kv_lease_growth=growth, lease_window_tokens=window)
+                        kv_lease_growth=growth, lease_window_tokens=window, forced_span_tokens=forced)
 
 
 def unbounded(ids: list[int], new_tokens: int) -> list[int]:
@@ -61,6 +61,57 @@ def test_59_60_long_outputs_in_a_tight_pool_end_with_length_and_the_right_tokens
             store.finish(lane)
         assert available(store) == pages - held
     assert texts == [unbounded(ids, len(text)) for ids, text in zip(prompts, texts, strict=True)]
+
+
+@pytest.mark.parametrize("forced", [1, 64, 100])
+def test_a_row_that_ends_with_length_has_room_for_its_forced_span(forced: int) -> None:
+    """C9.2: the last step leaves the room, whatever the pool gave before; the caller appends the span itself."""
+    with opened(growth=True, max_context=1024, forced=forced) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        store.activate(prompt_tokens=9 * 64, output_tokens=0)
+        lane = prefilled(loop, prompt(30, 1), 900)
+        text = decode_all(loop, [lane], after_step=store.check)[0]
+        assert loop.finish_reason(lane) == "length"
+        assert store.committed_tokens(lane) == 29 + len(text) == 7 * 64 - forced
+
+        batch = store.batch([lane])
+        assert (store.covered_columns(batch)[0], store.covered_columns(batch, forced=True)[0]) == (0, forced)
+        unit = store.begin_unit(batch, forced)
+        store.wait(unit)
+        store.commit(unit)
+        store.check()
+
+
+def test_an_own_loop_ends_by_one_comparison_and_has_room_for_its_forced_span() -> None:
+    """C9.2: the loop of the README, with growth: 4 columns a launch, 3 accepted."""
+    with opened(growth=True, max_context=1024, forced=64) as store:
+        store.activate(prompt_tokens=9 * 64, output_tokens=0)
+        batch = store.batch([store.activate(prompt_tokens=100, output_tokens=900)])
+        columns, accepted = 100, 100
+        short: list[pk.Sequence] = []
+        while store.covered_columns(batch)[0] >= columns:
+            unit = store.begin_unit(batch, columns)
+            store.wait(unit)
+            store.commit(unit, accepted)
+            store.trim(batch)
+            store.check()
+            columns, accepted = 4, 3
+            short = store.begin_round(batch)
+
+        assert short == list(batch.sequences)
+        unit = store.begin_unit(batch, 64)
+        store.wait(unit)
+        store.commit(unit)
+        assert store.committed_tokens(short[0]) > 7 * 64 - 4
+
+
+def test_the_end_of_a_budget_and_a_prompt_use_every_token_that_was_activated() -> None:
+    """C9.2: a forced span is part of the budget; only a row that was not extended ends before its budget does."""
+    for growth in (False, True):
+        with opened(growth=growth, max_context=1024, forced=100) as store:
+            loop = DecodeLoop(store, ToyModel(store))
+            lane = prefilled(loop, prompt(64, 1), 64)
+            assert (len(decode_all(loop, [lane])[0]), store.committed_tokens(lane)) == (64, 127)
 
 
 def test_a_lane_that_ends_gives_the_other_what_it_needs() -> None:
@@ -113,3 +164,8 @@ def test_a_prompt_beyond_what_is_reserved_is_refused() -> None:
         assert store.committed_tokens(sequence) == 0
         loop.prefill(sequence, prompt(256, 1))
         assert store.committed_tokens(sequence) == 256
+    with opened(growth=True, max_context=1024, forced=10) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = store.activate(prompt_tokens=16, output_tokens=900)
+        with pytest.raises(pk.MisuseError, match="at most 246 tokens, which are reserved"):
+            loop.prefill(sequence, prompt(247, 1))

@@ -55,9 +55,11 @@ def test_all_captured_graphs_take_the_planned_bytes() -> None:
     """S76: plan with the measured allowance at 99 % of free memory, capture everything, run, compare."""
     device = CpuDevice()
     with pk.open_store(config_of(pk.ExplicitCapacity(1920)), device=device) as store:
-        capture_all(store, ToyModel(store))
+        cache = capture_all(store, ToyModel(store))
         measured = store.graph_bytes
-    del store
+        del cache
+        assert store.graph_bytes == 0
+    assert device.allocated_bytes == device.pinned_bytes == 0, "a closed store holds no memory"
 
     before = device.allocated_bytes
     config = config_of(pk.AutoCapacity(0), graph_allowance_bytes=measured)
@@ -102,14 +104,22 @@ def test_a_unit_wider_than_planned_is_refused(route: pk.Route, batch: int, width
     (pk.AutoCapacity(0), ["buffers of captured units take 101 bytes, 100 were planned; set graph_allowance_bytes"]),
     (pk.ExplicitCapacity(1920), []),
 ])
-def test_buffers_beyond_the_allowance_of_a_plan_are_logged_once(
+def test_buffers_beyond_the_allowance_of_a_plan_are_logged(
     caplog: pytest.LogCaptureFixture, capacity: pk.ExplicitCapacity | pk.AutoCapacity, warnings: list[str]
 ) -> None:
-    """The excess is logged, not refused; an explicit capacity planned nothing.  (C5.4)"""
+    """The excess is logged once, not refused, and again after buffers were dropped; explicit capacity has no limit.
+
+    C5.4.
+    """
     config = config_of(capacity, graph_allowance_bytes=100)
     with pk.open_store(config, device="cpu") as store, caplog.at_level(logging.WARNING, logger="pagedkv"):
-        for count in (60, 40, 1, 500):
-            store.graph_buffer((count,), np.uint8)
-
+        buffers = [store.graph_buffer((count,), np.uint8) for count in (60, 40, 1, 500)]
         assert store.graph_bytes == 601
-    assert [record.getMessage() for record in caplog.records] == warnings
+        part = buffers.pop()[:100]
+        assert store.graph_bytes == 601, "a part of it keeps it"
+        del part
+        assert store.graph_bytes == 101
+        buffers.clear()
+        assert store.graph_bytes == 0
+        buffers.append(store.graph_buffer((101,), np.uint8))
+    assert [record.getMessage() for record in caplog.records] == warnings * 2

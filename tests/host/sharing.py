@@ -15,7 +15,7 @@ import numpy as np
 
 from pagedkv.ledger.active_spaces import UNMAPPED
 from pagedkv.ledger.check import check_ledger
-from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation
 from pagedkv.ledger.kept_spaces import KeptSpace
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
@@ -115,15 +115,15 @@ class SharedLedger:
         return self.finish(self.start(columns["main"], written=columns), state=state)
 
     def finish(self, sequence: Sequence, *, state: object = "complete") -> Continuation:
-        """Finish a sequence and retain it."""
-        kept = self.ledger.finish(sequence, retain=True, state=state)
+        """Finish a sequence and retain it; its state belongs to what each pool has committed."""
+        kept = self.ledger.finish(sequence, True, state, self.state_frontier(sequence, state))
         assert kept is not None
         self.poison()
         return kept
 
     def snapshot(self, sequence: Sequence, *, state: object = "complete") -> Continuation:
-        """Checkpoint a sequence; there must be room."""
-        prepared = self.ledger.prepare_snapshot(sequence, state)
+        """Checkpoint a sequence, with a state as of `finish`; there must be room."""
+        prepared = self.ledger.prepare_snapshot(sequence, state, self.state_frontier(sequence, state))
         assert not isinstance(prepared, Refusal), prepared
         self.copy(prepared.copies)
         return self.ledger.commit_snapshot(prepared)
@@ -144,6 +144,10 @@ class SharedLedger:
             self.bytes[name][spaces.pool.free_runs.mask()] = POISON
 
     # ---- answers ----------------------------------------------------------------------------------
+
+    def state_frontier(self, sequence: Sequence, state: object) -> dict[str, int] | None:
+        """Return the committed frontier of each pool, for a state; None for one that follows."""
+        return None if state is STATE_FOLLOWS else {pool: self.frontier(sequence, pool) for pool in self.ledger.active}
 
     def space(self, continuation: Continuation, pool: str = "main") -> KeptSpace:
         """Return the inactive space of a continuation."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
-from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation
 from pagedkv.ledger.transaction import ActivationTarget, PoolPlan, Refusal, TailCopy
 from pagedkv.values.config import Backend
 from tests.host.builders import counts
@@ -282,15 +282,15 @@ def test_each_pool_goes_on_at_its_own_frontier(
 
 
 def test_a_continuation_without_state_is_never_a_hit() -> None:
-    """KV presence alone proves no resumability; `attach_state` completes it, and None takes it back.  (C2.2, C16.16)"""
-    store, source = retained(130, state=None)
+    """KV presence alone proves no resumability; `attach_state` completes it or takes it back.  (C2.2, C16.16)"""
+    store, source = retained(130, state=STATE_FOLLOWS)
     target = ActivationTarget(1, 0, source)
     for ask in (store.ledger.transactions.explain, store.ledger.prepare_activation, store.ledger.try_activate):
         with refused(MisuseError, "C2.2", store.ledger, match="never a hit"):
             ask(target)
     store.ledger.attach_state(source, 0)  # false, but not None: the store never looks into a state
     store.end(store.activate(target))
-    store.ledger.attach_state(source, None)
+    store.ledger.attach_state(source, STATE_FOLLOWS)
     with refused(MisuseError, "C2.2", store.ledger):
         store.ledger.transactions.explain(target)
 

@@ -162,9 +162,11 @@ BROKEN: dict[Callable[[], Ledger], list[tuple[int, str, str]]] = {
         (8, "an active page without a Device replica", "pages.device[members[0, 0]] = -1"),
         (10, "available 14, not promised 13", "mtp.entitled_end[3] = 256"),
         (12, "idle row has an entitlement", "main.entitled_end[4] = 64"),
+        (16, "a state at 131 of 130", "ledger.continuations.states[1].state_frontier['main'] = 131"),
+        (16, "its state names", "ledger.continuations.states[1].state = None"),
     ],
     store_that_grows: [
-        (17, "not covered", "ledger.growth.short[0] = False"),
+        (17, "not covered", "ledger.growth.round_frontier['main'][0] = 433"),
         (17, "idle row is short", "ledger.growth.short[2] = True"),
         (17, "rows grow at", "ledger.growth.grow_at['main'][0] += 64"),
         (17, "rows grow at", "ledger.growth.grow_at['main'][1] = 0"),

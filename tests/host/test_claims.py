@@ -68,7 +68,7 @@ def in_use() -> tuple[SharedLedger, Continuation, Sequence]:
 def preparation(kind: str, store: SharedLedger, source: Continuation, running: Sequence) -> Callable[[], object]:
     """Return the preparation of one kind."""
     if kind == "snapshot":
-        return lambda: store.ledger.prepare_snapshot(running, "state")
+        return lambda: store.ledger.prepare_snapshot(running, "state", store.state_frontier(running, "state"))
     target = ActivationTarget(10, 5)
     if kind != "fresh":
         target = ActivationTarget(60, 5, source, {"main": 100, "mtp": 70}, kind == "fork")
@@ -314,7 +314,7 @@ def test_a_fresh_activation_holds_numbers_only_until_it_is_committed() -> None:
 
 def prepare_snapshot(store: SharedLedger, sequence: Sequence) -> Transaction:
     """Prepare a snapshot that must fit."""
-    prepared = store.ledger.prepare_snapshot(sequence, "state")
+    prepared = store.ledger.prepare_snapshot(sequence, "state", store.state_frontier(sequence, "state"))
     assert isinstance(prepared, Transaction), prepared
     return prepared
 

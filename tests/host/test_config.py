@@ -168,6 +168,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("too wide a decode unit", store_with(decode_columns_max=17), "C14.4"),
     ("too narrow a prefill unit", store_with(prefill_columns_max=15), "C14.4"),
     ("a number for sanitizer", store_with(sanitizer=1), "C11.1"),
+    ("a number for codec events", store_with(codec_events=1), "codecs 8"),
     ("a negative host arena", store_with(host_arena_bytes=-1), "C5.7"),
     ("a number for lease growth", store_with(kv_lease_growth=1), "C9.2"),
     ("a lease window of zero", store_with(lease_window_tokens=0), "C9.2"),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from pagedkv.errors import MisuseError, StaleHandle
-from pagedkv.ledger.continuations import Continuation
+from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation
 from pagedkv.ledger.ledger import Ledger
+from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationTarget
 from pagedkv.values.config import Backend
 from tests.host.builders import begin, counts, trim
 from tests.host.refusals import differences, observables, refused
-from tests.host.sharing import BACKENDS, MTP, SharedLedger, retained, started
+from tests.host.sharing import BACKENDS, DRAFT, MTP, SharedLedger, retained, started
 
 # ---- retain ----------------------------------------------------------------------------------------------
 
@@ -81,16 +83,76 @@ def test_a_continuation_goes_on_in_any_row(keep: bool) -> None:
     assert mirror[:3].tolist() == store.page_ids(sequence)
 
 
-@pytest.mark.parametrize("state", [None, "s"])
-def test_a_state_is_for_a_continuation(state: object) -> None:
-    """`finish` without retain has nothing to attach it to; with it, None is no state.  (C9.8, C2.2)"""
+def test_a_state_is_for_a_continuation() -> None:
+    """`finish` without retain has nothing to attach a state or its frontier to.  (C9.8)"""
     store, sequence = started(100, written=70)
-    if state is not None:
-        with refused(MisuseError, "C9.8", store.ledger):
-            store.ledger.finish(sequence, state=state)
-    kept = store.finish(sequence, state=state)
+    for options in ({"state": "s"}, {"state": STATE_FOLLOWS}, {"state_frontier": 70}):
+        with refused(MisuseError, "C9.8", store.ledger, match="pass retain=True"):
+            store.ledger.finish(sequence, **options)
+    kept = store.finish(sequence, state="s")
 
-    assert store.ledger.continuations.states[kept.number].state is state
+    assert store.ledger.continuations.states[kept.number].state == "s"
+
+
+# ---- the frontier that a state belongs to ------------------------------------------------------------------
+
+
+def attached(ledger: Ledger, sequence: Sequence, state: object, frontier: Any) -> Continuation:
+    """Attach a state to the only continuation, or to a new one of the sequence."""
+    handles = ledger.continuations.handles()
+    kept = handles[0] if handles else ledger.finish(sequence, True, STATE_FOLLOWS)
+    assert kept is not None
+    ledger.attach_state(kept, state, frontier)
+    return kept
+
+
+STATE_ENDS: dict[str, Callable[[Ledger, Sequence, object, Any], object]] = {
+    "finish": lambda ledger, sequence, state, frontier: ledger.finish(sequence, True, state, frontier),
+    "snapshot": lambda ledger, sequence, state, frontier: ledger.try_snapshot(sequence, state, frontier),
+    "attach_state": attached,
+}
+
+
+@pytest.mark.parametrize("end", STATE_ENDS)
+@pytest.mark.parametrize(("backend", "main", "other", "state", "frontier", "clause", "expected"), [
+    (MTP, 120, 0, "s", None, "C9.8", 0),  # the state needs 120 tokens of MTP too
+    (MTP, 120, 119, "s", None, "C9.8", 0), (DRAFT, 120, 0, "s", None, "C9.8", 0),
+    (MTP, 120, 119, "s", 120, "C9.8", 0), (MTP, 120, 119, "s", {"main": 120, "mtp": 120}, "C9.8", 0),
+    (MTP, 120, 120, "s", {"main": 100, "mtp": 101}, "C9.8", 0), (MTP, 120, 119, "s", {"main": 120}, "C9.9", 0),
+    (MTP, 120, 119, "s", {"main": 120, "mtp": 119, "draft": 0}, "C9.9", 0), (MTP, 120, 119, "s", "main", "C9.9", 0),
+    (None, 120, 0, "s", 121, "C9.8", 0), (None, 120, 0, "s", 0, "C9.8", 0), (None, 120, 0, "s", True, "C9.9", 0),
+    (None, 120, 0, "s", {"main": 120.0}, "C9.8", 0), (None, 120, 0, "s", -1, "C9.8", 0),
+    (MTP, 120, 120, None, None, "C9.8", 0), (None, 120, 0, None, 120, "C9.8", 0),
+    (None, 120, 0, STATE_FOLLOWS, 120, "C9.8", 0),
+    (MTP, 120, 120, "s", None, "", {"main": 120, "mtp": 120}), (MTP, 120, 110, "s", 110, "", {"main": 110, "mtp": 110}),
+    (MTP, 120, 119, "s", {"main": 120, "mtp": 119}, "", {"main": 120, "mtp": 119}),
+    (MTP, 120, 0, 0, {"main": 120, "mtp": 0}, "", {"main": 120, "mtp": 0}),
+    (MTP, 120, 0, STATE_FOLLOWS, None, "", {}), (None, 120, 0, False, None, "", {"main": 120}),
+    (None, 120, 0, "s", 64, "", {"main": 64}),
+])
+def test_a_pool_behind_the_frontier_of_the_state_is_refused(
+    end: str, backend: Backend | None, main: int, other: int, state: object, frontier: Any, clause: str, expected: Any
+) -> None:
+    """What is retained is complete, or the caller says that its state follows.  (C2.2, C9.8, C9.9, C13.2)"""
+    store = SharedLedger(backend=backend)
+    pools = list(store.ledger.active)
+    sequence = store.start(200, written={"main": main, **({pools[1]: other} if backend else {})})
+    if end == "attach_state":
+        attached(store.ledger, sequence, STATE_FOLLOWS, None)
+    if clause:
+        with refused(MisuseError, clause, store.ledger):
+            STATE_ENDS[end](store.ledger, sequence, state, frontier)
+        return
+    kept = STATE_ENDS[end](store.ledger, sequence, state, frontier)
+    assert isinstance(kept, Continuation)
+
+    record = store.ledger.continuations.states[kept.number]
+    assert (record.state, record.state_frontier) == (None if state is STATE_FOLLOWS else state, expected)
+    if state is STATE_FOLLOWS:
+        with refused(MisuseError, "C2.2", store.ledger, match="attach_state"):
+            store.ledger.transactions.explain(ActivationTarget(1, 0, kept))
+    else:
+        store.go_on(kept)
 
 
 # ---- release and handles ---------------------------------------------------------------------------------
@@ -276,19 +338,20 @@ def test_truncating_a_continuation_drops_pages_and_cuts_one(tokens: int) -> None
     store.append(store.go_on(kept, 5, keep_source=False), 5)
 
 
-def test_a_state_goes_with_the_frontier_of_main_that_it_was_complete_at() -> None:
-    """KV presence at another is no hit; an equal frontier, and a backend's, leave the state.  (C2.2, C16.16)"""
+@pytest.mark.parametrize(("pool", "leaves", "deletes"), [("main", 120, 119), ("mtp", 90, 89)])
+def test_a_state_goes_with_the_tokens_of_each_pool_that_it_belongs_to(pool: str, leaves: int, deletes: int) -> None:
+    """KV presence behind them is no hit; a cut down to them leaves the state.  (C2.2, C9.8, C16.16)"""
     store, kept = retained({"main": 130, "mtp": 100}, backend=MTP)
-    for pool in ("main", "mtp"):
-        store.ledger.protect(kept, 0, pool)
-    store.ledger.truncate_continuation(kept, 130, "main")
-    store.ledger.truncate_continuation(kept, 90, "mtp")
-    assert store.ledger.continuations.states[kept.number].state == "complete"
+    store.ledger.attach_state(kept, "state", {"main": 120, "mtp": 90})
+    store.ledger.protect(kept, 0, pool)
+    store.ledger.truncate_continuation(kept, leaves, pool)
+    assert store.ledger.continuations.states[kept.number].state == "state"
 
-    store.ledger.truncate_continuation(kept, 129, "main")
+    store.ledger.truncate_continuation(kept, deletes, pool)
+    assert store.ledger.continuations.states[kept.number].state_frontier == {}
     with refused(MisuseError, "C2.2", store.ledger, match="attach_state"):
         store.ledger.transactions.explain(ActivationTarget(1, 0, kept))
-    store.ledger.attach_state(kept, "another")
+    store.ledger.attach_state(kept, "another", {"main": 100, "mtp": 89})
     store.go_on(kept)
 
 
@@ -316,6 +379,7 @@ def test_a_backend_is_truncated_to_nothing_and_main_is_not_touched() -> None:
 
     assert (store.frontier(kept, "mtp"), store.read(kept), store.frontier(kept)) == (0, main, 130)
     store.check()
+    store.ledger.attach_state(kept, "without MTP", {"main": 130, "mtp": 0})
     store.go_on(kept, 5)
 
 

@@ -147,7 +147,7 @@ def test_what_is_aborted_or_refused_is_in_no_event() -> None:
     prepared = ledger.prepare_activation(ActivationTarget(0, 20, kept))
     assert not isinstance(prepared, pk.Refusal)
     ledger.abort_transaction(prepared)
-    snapshot = ledger.prepare_snapshot(sequence)
+    snapshot = ledger.prepare_snapshot(sequence, "state")
     assert not isinstance(snapshot, pk.Refusal)
     ledger.abort_transaction(snapshot)
     with refused(pk.EntitlementExceeded, "C9.3"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle, UnitInFlight
@@ -11,7 +14,7 @@ from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal
 from pagedkv.values.config import Backend, MTPBackend
-from tests.host.builders import activate, begin, counts, frontier, growing, make_ledger, refuse, write
+from tests.host.builders import activate, begin, counts, frontier, growing, make_config, make_ledger, refuse, write
 from tests.host.refusals import assert_unchanged, refused, snapshot
 from tests.host.sharing import DRAFT, MTP
 
@@ -21,9 +24,9 @@ def entitled(ledger: Ledger, sequence: Sequence, pool: str = "main") -> int:
     return ledger.active[pool].entitlement_pages(sequence.row)
 
 
-def covered(ledger: Ledger, sequences: list[Sequence], pool: str = "main") -> list[int]:
-    """Return the columns that sequences may still write."""
-    columns: list[int] = ledger.covered_columns(ledger.batch(sequences), pool).tolist()
+def covered(ledger: Ledger, sequences: list[Sequence], pool: str = "main", *, forced: bool = False) -> list[int]:
+    """Return the columns that sequences may still write, those of a forced span or not."""
+    columns: list[int] = ledger.covered_columns(ledger.batch(sequences), pool, forced).tolist()
     return columns
 
 
@@ -291,7 +294,82 @@ def test_the_cushion_holds_a_forced_span_after_the_last_extension() -> None:
     assert begin_round(ledger, sequence) == [sequence]
     write(ledger, sequence, 300)
     check_ledger(ledger)
-    assert covered(ledger, [sequence])[0] >= 16
+    assert covered(ledger, [sequence], forced=True) == [68]
+    assert covered(ledger, [sequence]) == [0]
+
+
+@pytest.mark.parametrize("backend", [None, MTP])
+@pytest.mark.parametrize("forced", [1, 60, 64, 300])
+def test_no_short_round_is_without_room_for_the_forced_span(forced: int, backend: Backend | None) -> None:
+    """C9.2: of 288 short rows each ends by one comparison, and the forced span is written then."""
+    without_room = []
+    for window, columns, free, pool in itertools.product((64, 100, 256), (3, 4, 7, 16), (0, 2), ("main", "mtp")):
+        if pool == "mtp" and backend is None:
+            continue
+        ledger = growing(tokens=4096, window=window, columns=columns, forced=forced, backend=backend)
+        sequence = activate(ledger, 64, 4000)
+        spaces = ledger.active[pool]
+        spaces.pool.try_reserve(taken := spaces.pool.available - free)
+        write(ledger, sequence, dict.fromkeys(ledger.active, 64 + window - 1))
+        while True:
+            short = begin_round(ledger, sequence)
+            if min(covered(ledger, [sequence], name)[0] for name in ledger.active) < columns:
+                break
+            write(ledger, sequence, dict.fromkeys(ledger.active, columns))
+        assert short == [sequence]
+        check_ledger_but_reserved(ledger, pool, taken)
+        try:
+            write(ledger, sequence, dict.fromkeys(ledger.active, forced))
+        except EntitlementExceeded:
+            without_room.append((window, columns, free, pool))
+        check_ledger_but_reserved(ledger, pool, taken)
+        spaces.pool.shrink(taken)
+
+    assert without_room == []
+
+
+def check_ledger_but_reserved(ledger: Ledger, pool: str, pages: int) -> None:
+    """Check every invariant while a test holds pages of a pool."""
+    counters = ledger.active[pool].pool
+    counters.shrink(pages)
+    check_ledger(ledger)
+    assert counters.try_reserve(pages)
+
+
+def test_a_round_refills_the_cushion_after_a_forced_span() -> None:
+    """C9.2: by as many rungs as that takes, so the next forced span is covered too; else the row is short."""
+    ledger = growing(tokens=4096, window=64, forced=300)
+    sequence = activate(ledger, 64, 4000, written=128)
+    write(ledger, sequence, 300)
+
+    assert begin_round(ledger, sequence) == []
+    assert entitled(ledger, sequence) == 13  # 428 tokens are in 7 pages, and the cushion has 6
+    write(ledger, sequence, 300)
+    activate(ledger, (64 - 13 - 1) * 64)
+    assert begin_round(ledger, sequence) == [sequence]
+    assert (entitled(ledger, sequence), covered(ledger, [sequence], forced=True)) == (14, [168])
+    assert covered(ledger, [sequence]) == [0]
+    check_ledger(ledger)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize(("prompt", "output", "written", "whole", "left"), [
+    (100, 28, 0, 128, 78), (100, 28, 78, 50, 0), (100, 28, 79, 49, 0), (100, 100, 100, 100, 50),  # 200 is S
+])
+def test_covered_columns_leave_room_for_one_forced_span(
+    grows: bool, prompt: int, output: int, written: int, whole: int, left: int
+) -> None:
+    """C9.2, C11.2: with and without growth, at the end of the budget and of S, in each pool; never below 0."""
+    config = replace(make_config(max_context=200, backend=MTP), kv_lease_growth=grows, forced_span_tokens=50)
+    ledger = make_ledger(config)
+    sequence = activate(ledger, prompt, output, written={"main": written})
+    mtp = ledger.active["mtp"].entitlement_pages(sequence.row) * 64
+
+    assert covered(ledger, [sequence], forced=True) == [whole]
+    assert covered(ledger, [sequence]) == [left]
+    assert covered(ledger, [sequence], "mtp") == [min(mtp, 200) - 50]
+    with refused(MisuseError, "C9.2", ledger):
+        ledger.covered_columns(ledger.batch([sequence]), "main", 50)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("retains", [False, True])

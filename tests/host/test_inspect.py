@@ -53,7 +53,7 @@ def other(value: Any) -> Any:
 def test_no_value_changes_unseen(store: pk.Store) -> None:
     """One value of each field of each part, of the store, a pool, a continuation and a space of it.  (C16)"""
     write(store, kept := store.activate(prompt_tokens=100, output_tokens=0), 100)
-    store.finish(kept, retain=True)
+    store.finish(kept, retain=True, state="s")
     write(store, store.activate(prompt_tokens=30, output_tokens=0), 30)
     before = store.inspect()
     (number, continuation), pool = next(iter(before.continuations.items())), before.pools["main"]
@@ -71,8 +71,10 @@ def test_no_value_changes_unseen(store: pk.Store) -> None:
         changed[f"continuations.{number}.pools.main.{name}"] = dataclasses.replace(
             before, continuations={number: different}
         )
-    different = continuation._replace(has_state=not continuation.has_state)
-    changed[f"continuations.{number}.has_state"] = dataclasses.replace(before, continuations={number: different})
+    for name, value in {"has_state": not continuation.has_state, "state_frontier": {"main": 99}}.items():
+        at = f"continuations.{number}.{name}" + ".main" * (name == "state_frontier")
+        different = continuation._replace(**{name: value})  # type: ignore[arg-type]
+        changed[at] = dataclasses.replace(before, continuations={number: different})
 
     told = {name: [line.split(": ")[0] for line in after.differences(before)] for name, after in changed.items()}
     assert {name: [name] for name in changed} == told
@@ -101,20 +103,22 @@ def test_what_a_free_descriptor_was_is_not_shown(store: pk.Store) -> None:
 
 
 def test_continuations_are_shown_by_their_number(store: pk.Store) -> None:
-    """Members, frontiers and whether the caller's state is there.  (C2.2)"""
+    """Members, frontiers, whether the caller's state is there, and the frontier that it belongs to.  (C2.2, C9.8)"""
     sequence = store.activate(prompt_tokens=100, output_tokens=0)
     write(store, sequence, 100)
-    kept = store.finish(sequence, retain=True)
+    kept = store.finish(sequence, retain=True, state=pk.STATE_FOLLOWS)
     assert kept is not None
     store.protect(kept, 70)
     shown = store.inspect().continuations[kept.number]
 
-    assert not shown.has_state
+    assert (shown.has_state, shown.state_frontier) == (False, {})
     space = shown.pools["main"]
     assert (2, 100, 70) == (space.members.size, space.frontier, space.protected)
     before = store.inspect()
-    store.attach_state(kept, "state")
-    assert [f"continuations.{kept.number}.has_state: False became True"] == store.inspect().differences(before)
+    store.attach_state(kept, "state", state_frontier=90)
+    at = f"continuations.{kept.number}"
+    assert store.inspect().differences(before) == [f"{at}.has_state: False became True",
+                                                   f"{at}.state_frontier: {{}} became {{'main': 90}}"]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

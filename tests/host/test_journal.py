@@ -6,6 +6,7 @@ import array
 import enum
 import inspect
 import io
+import itertools
 import json
 import logging
 from collections import deque
@@ -32,7 +33,7 @@ from tests.host.builders import GEOMETRY, activate, begin, make_config, make_led
 from tests.host.sharing import BACKENDS
 from tests.host.walking import walk_events
 
-QUERIES = {"batch", "covered_columns", "active_in", "kept_in", "record_in"}
+QUERIES = {"batch", "covered_columns", "active_in", "kept_in", "record_in", "end_record"}
 """Public methods of Ledger that decide nothing: they need no line."""
 WALKS_MIN, WALKS_MAX = 6, 40
 """Random walks of 250 events: so many at least, and more until every operation was answered and refused."""
@@ -211,7 +212,7 @@ def test_rows_that_could_not_grow_are_in_the_journal() -> None:
 
 
 def test_a_line_says_what_was_decided() -> None:
-    """Revision, arguments, answer, counters of pages; of the caller's state only that it exists.  (C2.2)"""
+    """Revision, arguments, answer, counters of pages; of the caller's state only that it exists or follows.  (C2.2)"""
     begin = json.loads(short_run()[3])
 
     assert begin == {"revision": 3, "operation": "begin_unit",
@@ -222,6 +223,14 @@ def test_a_line_says_what_was_decided() -> None:
     ledger.finish(activate(ledger, 100, written=10), retain=True, state="a secret")
     assert "secret" not in file.getvalue()
     assert '"state":{"state":true}' in file.getvalue()
+    kept = ledger.finish(activate(ledger, 100, written=10), retain=True, state=pk.STATE_FOLLOWS)
+    assert kept is not None
+    ledger.attach_state(kept, "s", {"main": 9})
+    follows, attach = map(json.loads, lines_of(file)[-2:])
+    assert follows["arguments"]["state"] == {"state": "follows"}
+    assert attach["arguments"]["state_frontier"] == {"columns": {"main": 9}}
+    assert attach["answer"] == {"frontiers": {"main": 10}, "protected": {"main": 10}, "state_frontier": {"main": 9}}
+    assert pk.replay_journal(lines_of(file)).difference is None
 
 
 def test_a_refusal_is_a_line() -> None:
@@ -329,27 +338,44 @@ def test_a_changed_ledger_is_found_by_an_old_journal(
 
 
 def test_invariants_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C16: after each operation, or after each so many; a violation is a difference with its message."""
+    """C16: after each operation, or each so many; a violation is a difference at its operation, with its message."""
     lines = short_run()
     checked: list[Ledger] = []
     monkeypatch.setattr("pagedkv.record.replay.check_ledger", checked.append)
-    assert pk.replay_journal(lines).operations == 6
-    assert len(checked) == 5 + 1, "not between prepare and commit"
-    checked.clear()
-    pk.replay_journal(lines, check_every=4)
-    assert len(checked) == 1 + 1
+    for check_every, checks in ((1, 5), (4, 2), (100, 1), (None, 1)):  # not between prepare and commit
+        replay_with_checks = pk.replay_journal(lines, check_every=check_every)
+        assert (replay_with_checks.operations, len(checked)) == (6, checks)
+        checked.clear()
 
     def violated(ledger: Ledger) -> None:
         check_ledger(ledger)
-        if ledger.active["main"].pool.allocated:
+        if ledger.active["main"].events.pages["materialize"]:
             raise AssertionError("pool main: planted")
 
     monkeypatch.setattr("pagedkv.record.replay.check_ledger", violated)
-    difference = pk.replay_journal(lines).difference
-    assert difference is not None
-    assert (difference.revision, difference.what, difference.got) == (3, "invariant", "pool main: planted")
+    wrong_state = altered(lines, 5, state={"main": [0, 0, 0]})
+    for check_every, journal in itertools.product((1, 2, 4, None), (lines, wrong_state)):
+        report = pk.replay_journal(iter(journal), check_every=check_every)
+        assert report == pk.replay_journal(journal, check_every=check_every)
+        assert report.difference is not None
+        found = report.operations, report.difference.revision, report.difference.what, report.difference.got
+        assert found == (2, 3, "invariant", "pool main: planted")
     with pytest.raises(pk.MisuseError, match="check_every"):
         pk.replay_journal(lines, check_every=0)
+
+
+def test_the_cost_of_checks_does_not_follow_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C16: the more pages a check reads, the more operations lie between two of them."""
+    checked: list[Ledger] = []
+    monkeypatch.setattr("pagedkv.record.replay.check_ledger", checked.append)
+    for tokens, checks in ((1 << 12, 38), (1 << 20, 8), (1 << 24, 1)):
+        ledger, file = journaled(max_context=1 << 12, max_concurrency=tokens >> 12, tokens=tokens)
+        sequence = activate(ledger, 10)
+        for _ in range(300):
+            trim(ledger, sequence)
+        assert pk.replay_journal(lines_of(file)).difference is None
+        assert len(checked) == checks
+        checked.clear()
 
 
 # ---- what is no journal ----------------------------------------------------------------------------
@@ -369,6 +395,9 @@ def test_invariants_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatc
     (3, '{"revision":2,"operation":"fail_unit","arguments":{"unit":{"unit":9}},"answer":1,"state":{}}\n'),
     (3, '{"revision":2,"operation":"abort","arguments":{"sequence":{"thing":1}},"answer":1,"state":{}}\n'),
     (3, '{"revision":2,"operation":"abort","arguments":{"sequence":{}},"answer":1,"state":{}}\n'), (6, "\x00\n"),
+    (3, altered(short_run(), 2, arguments={"x": {"counts": {"array": [1], "dtype": "M8[s]"}}})[2]),
+    (3, '{"revision":2,"operation":"trim","arguments":{},"answer":1,"state":{},"answer":1}\n'),
+    (3, '{"revision":2,"operation":"trim","arguments":{},"answer":' + "[" * 250 + "]" * 250 + ',"state":{}}\n'),
 ])
 def test_a_line_of_no_journal_is_refused_with_its_number(number: int, text: str) -> None:
     """C12.4: the file, the line, what a journal has there."""

@@ -113,6 +113,20 @@ def test_sanitizer_mode_adds_a_guard_page_to_every_pool(backend: Backend | None)
     assert [pool.pages for pool in guarded.pools] == [pool.pages for pool in plain.pools]
 
 
+@pytest.mark.parametrize("backend", [None, MTPBackend(5), DraftFullBackend(DRAFT_GEOMETRY)])
+@pytest.mark.parametrize("profile", list(PROFILES))
+def test_counting_codec_events_adds_three_words_to_every_quantized_pool(profile: str, backend: Backend | None) -> None:
+    """Exactly, with an owner of their own; a bf16 pool counts nothing, and nothing else changes.  (C5.4, codecs 8)"""
+    plain = config_of(profile, pages=6, backend=backend)
+    counting = dataclasses.replace(plain, codec_events=True)
+    before, after = build_layout(plain).bytes_by_owner(), build_layout(counting).bytes_by_owner()
+
+    pools = sum(pool.profile.is_quantized for pool in plain.pools)
+    assert after.pop("codec counters", 0) == 24 * pools
+    assert after.pop("alignment") == before.pop("alignment") + 255 * pools
+    assert after == before
+
+
 def test_declared_state_is_charged_and_not_allocated() -> None:
     """Fixed, and for every lane.  (C5.3)"""
     plain = config_of("bf16", pages=6, max_concurrency=3)

@@ -15,7 +15,6 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.devices.cpu.device import CpuDevice
-from pagedkv.store.store import Store
 from pagedkv.values.config import Backend
 from pagedkv.values.layout import build_layout
 from pagedkv.values.planner import CapacityCurve, advice, capacity_curve, plan
@@ -75,11 +74,6 @@ def metered(shared_device: MeteredDevice) -> MeteredDevice:
     return shared_device
 
 
-def plan_of(store: pk.Store) -> pk.CapacityPlan:
-    assert store.plan is not None
-    return store.plan
-
-
 # ---- the line -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("free_bytes", "headroom_bytes", "least", "most", "pages", "reserved_bytes"), [
     (1360, 50, 2, 6, 4, 1256),  # automatic
@@ -120,7 +114,7 @@ def test_slack_stays_between_headroom_and_headroom_plus_a_step() -> None:
 def test_the_layout_builder_draws_a_line(profile: str, max_concurrency: int, backend: Backend | None) -> None:
     """B at every M from M_min to M_max equals B_min + (M - M_min) * B_step, exactly.  (C5.4)"""
     config = auto_config(geometry=pk.KVGeometry(3, 6, 3, 128), profile=profile, max_concurrency=max_concurrency,
-                         backend=backend, sanitizer=True, state_bytes_per_lane=1001)
+                         backend=backend, sanitizer=True, codec_events=True, state_bytes_per_lane=1001)
     curve = capacity_curve(config)
 
     built = [build_layout(config, pages=pages).charged_bytes for pages in range(curve.pages_min, curve.pages_max + 1)]
@@ -168,7 +162,7 @@ def test_a_plan_accounts_for_every_byte(backend: Backend | None) -> None:
 
     assert planned.pages == 20
     assert sum(planned.owners.values()) == planned.bytes == curve.bytes_at(20)
-    assert planned.slack + planned.bytes == planned.free_bytes
+    assert (planned.slack, planned.free_bytes) == (1000, planned.bytes + 1000)
     assert (planned.owners["sequence state"], planned.owners["graph allowance"]) == (17, 7)
     assert {"guard pages", "block tables", "control buffers", "attention workspace"} <= planned.owners.keys()
     assert (planned.is_clamped, planned.bytes_max) == (True, curve.bytes_at(64))
@@ -314,12 +308,12 @@ def test_what_was_planned_is_what_is_allocated(
 ) -> None:
     """To the byte, owner by owner; scale pages of 384 bytes (3 KV heads) included.  (C5.4, S76)"""
     config = auto_config(geometry=pk.KVGeometry(2, 4 * kv_heads, kv_heads, head_dim), profile=profile, max_context=600,
-                         max_concurrency=max_concurrency, backend=backend, state_bytes_fixed=99)
+                         max_concurrency=max_concurrency, backend=backend, state_bytes_fixed=99, codec_events=True)
     curve = capacity_curve(config)
     metered.free_bytes = curve.bytes_at(min(curve.pages_min + 2, curve.pages_max))
     before = metered.allocated_bytes
     with pk.open_store(config, device=metered) as store:
-        planned = plan_of(store)
+        planned = store.plan
         allocated: dict[str, int] = {}
         for slab in store.layout.slabs:
             array = store._slabs[slab.name]
@@ -354,9 +348,9 @@ def test_sanitizer_mode_allocates_the_guard_page_and_points_fresh_tables_at_it(m
 
 # ---- resolved when the store opens --------------------------------------------------------------------
 def test_a_store_is_built_from_a_resolved_configuration_and_without_a_host_arena(metered: MeteredDevice) -> None:
-    """`open_store` resolves, the constructor does not guess; no host tier uses an arena yet.  (C5.3, C5.7)"""
-    with refused(pk.ConfigError, "C5.3", match="open_store"):
-        Store(auto_config(), metered)
+    """No host tier uses an arena yet, and automatic capacity is nothing without free memory.  (C5.3, C5.7)"""
+    with refused(pk.ConfigError, "C5.3", match="free_bytes"):
+        plan(auto_config(), None)
     with refused(pk.ConfigError, "C5.7"):
         pk.open_store(dataclasses.replace(make_config(), host_arena_bytes=1), device=metered)
 
@@ -367,19 +361,23 @@ def test_memory_is_asked_for_after_the_caches_of_this_process_were_emptied() -> 
     curve = capacity_curve(config)
     device = MeteredDevice(free_bytes=curve.bytes_at(6) - 5000, total_bytes=1 << 39, cache_bytes=5000)
     with pk.open_store(config, device=device) as store:
-        planned = plan_of(store)
+        planned = store.plan
 
         assert (planned.pages, planned.cache_bytes, planned.free_bytes) == (6, 5000, curve.bytes_at(6))
         assert planned.total_bytes == 1 << 39
     device.close()
 
 
-def test_an_explicit_capacity_measures_nothing(metered: MeteredDevice) -> None:
-    """The store reads neither caches nor free memory.  (C5.2)"""
+def test_an_explicit_capacity_measures_nothing(metered: MeteredDevice, caplog: pytest.LogCaptureFixture) -> None:
+    """The store reads neither caches nor free memory, and publishes its plan all the same.  (C5.2, C5.5)"""
     metered.free_bytes, metered.cache_bytes = 0, 9
-    with pk.open_store(make_config(), device=metered) as store:
-        assert store.plan is None
-        assert metered.cache_bytes == 9
+    with caplog.at_level(logging.INFO, logger="pagedkv"), pk.open_store(make_config(), device=metered) as store:
+        planned = store.plan
+        assert (planned.free_bytes, planned.slack, metered.cache_bytes) == (None, None, 9)
+        assert planned == dataclasses.replace(plan(make_config(), 1 << 40), free_bytes=None)
+        assert planned.tokens == planned.pages * pk.PAGE_TOKENS == store.config.main_pages * 64
+        assert planned.summary() in caplog.messages
+        assert f"{planned.pages} pages as configured ({planned.tokens} tokens" in planned.summary()
         store.check()
 
 
@@ -393,8 +391,8 @@ def test_memory_that_others_hold_leaves_fewer_pages_or_a_refusal(metered: Metere
     for held in range(0, whole - needed + 1, curve.b_step):
         metered.free_bytes = whole - held
         with pk.open_store(config, device=metered) as store:
-            assert plan_of(store).bytes + (1 << 20) <= metered.free_bytes
-            counts.append(plan_of(store).pages)
+            assert store.plan.bytes + (1 << 20) <= metered.free_bytes
+            counts.append(store.plan.pages)
 
     assert counts == list(range(64, 15, -1))
     for free_bytes in (needed - 1, curve.b_min, 1 << 20, 0):
@@ -425,7 +423,7 @@ def test_fewer_tokens_than_the_least_acceptable_are_refused(metered: MeteredDevi
     assert caught.value.pages == 39
     metered.free_bytes = curve.bytes_at(40)
     with pk.open_store(config, device=metered) as store:
-        assert plan_of(store).pages == 40
+        assert store.plan.pages == 40
 
 
 @pytest.mark.parametrize(
@@ -439,7 +437,7 @@ def test_a_capacity_below_the_maximum_is_a_visible_state(
     curve = capacity_curve(config)
     metered.free_bytes = curve.bytes_at(pages)
     with caplog.at_level(logging.INFO, logger="pagedkv"), pk.open_store(config, device=metered) as store:
-        planned = plan_of(store)
+        planned = store.plan
 
     (record,) = [record for record in caplog.records if record.getMessage().startswith("capacity:")]
     assert record.levelname == level

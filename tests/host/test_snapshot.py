@@ -24,9 +24,10 @@ def shape(store: SharedLedger, sequence: Sequence) -> tuple[int, int, int, int]:
 def refuse(store: SharedLedger, sequence: Sequence) -> Refusal:
     """Ask for a snapshot that must not be taken, in both ways; the ledger must not change."""
     before = snapshot(store.ledger)
-    answer = store.ledger.prepare_snapshot(sequence, "state")
+    frontier = store.state_frontier(sequence, "state")
+    answer = store.ledger.prepare_snapshot(sequence, "state", frontier)
     assert isinstance(answer, Refusal), answer
-    assert store.ledger.try_snapshot(sequence, "state") == answer
+    assert store.ledger.try_snapshot(sequence, "state", frontier) == answer
     assert_unchanged(before, store.ledger)
     return answer
 
@@ -218,7 +219,7 @@ def test_snapshots_of_a_growing_sequence_share_what_is_full_at_each() -> None:
     assert counts(store.ledger)[0] == 5
 
 
-@pytest.mark.parametrize("state", [None, 0, "s", object()])
+@pytest.mark.parametrize("state", [False, 0, "s", object()])
 def test_a_checkpoint_holds_the_state_it_was_given(state: object) -> None:
     """As it is, without a look into it.  (C2.2)"""
     store, sequence = started(100, written=70)

@@ -5,13 +5,14 @@ Planes start as the device allocates them, unwritten, which is 0xFF in all of th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.ops.ops import Ops
-from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, PROFILES, plane_schema
+from pagedkv.values.profiles import CODEC_EVENTS, HEAD_DIMS_CONTEXT, PROFILES, plane_schema
 from tests.kernels.arrays import BF16_NAN, bf16_noise, scattered_table, to_device, to_host
 from tests.kernels.paged_cache import PagedCache
 
@@ -25,7 +26,7 @@ def run_every_kernel(device: Any, profile: str, head_dim: int) -> Results:
     if profile == "bf16" and head_dim in HEAD_DIMS_CONTEXT:
         results |= attend_contexts(device, head_dim)
     if PROFILES[profile].is_quantized:
-        results |= encode_rows(device, profile, head_dim)
+        results |= encode_rows(device, profile, head_dim) | count_events(device, profile, head_dim)
     return results
 
 
@@ -76,6 +77,20 @@ def encode_rows(device: Any, profile: str, head_dim: int) -> Results:
         for name, array in ((f"{kind} codes", codes), (f"{kind} scales", scales)):
             results[name] = to_host(device, stream, array)
     return results
+
+
+def count_events(device: Any, profile: str, head_dim: int) -> Results:
+    """Append rows of noise, zeros, NaN and large values with counters; one of three columns is dead."""
+    rng, results = np.random.default_rng(29), {}
+    cache = PagedCache.build(device, profile, head_dim=head_dim, table=scattered_table(2, 2), rng=None)
+    cache.view = replace(cache.view, codec_counts=device.zeros(len(CODEC_EVENTS), np.uint64))
+    k, v = (bf16_noise(rng, (2, 3, 2, head_dim)) for _ in "kv")
+    k[0, 0], v[0, 1, 0], k[1, 1, 1, 5], v[1, 0] = 0, BF16_NAN, BF16_NAN, 0x4F80
+    cache.append(k, v, [63, 5], [0, 1], [3, 2])
+    cache.ops.append_prefix(cache.view, cache.put(v), cache.put(k), cache.ints([70, 9]), cache.ints([1, 3]),
+                            cache.ints([1, 0]), stream=cache.stream)  # fmt: skip
+    results["event counts"] = cache.get(cache.view.codec_counts)
+    return {**results, **{f"counted {role}": plane for role, plane in cache.host_planes().items()}}
 
 
 def assert_same_bits(expected: Results, found: Results) -> None:

@@ -9,6 +9,8 @@ from tests.mutants.mutant import GONE, Catcher, Mutant, emulated, tests
 
 BYTES = "kernels/test_append.py::test_an_append_across_pages_writes_codec_bytes_only"
 ENCODING = "kernels/test_append.py::test_unrotated_encoding_equals_the_codec"
+COUNTED = "kernels/test_codec_events.py::test_every_edge_is_counted_and_its_bytes_are_the_same"
+APPENDED = "kernels/test_codec_events.py::test_every_append_counts_its_live_rows"
 STEP = "kernels/test_attention.py::test_calls_around_pages_meet_the_criterion"
 COPY = "kernels/test_copy_columns.py::test_columns_and_no_others_arrive"
 BLOCK = f"{STEP}[cpu-context-bf16"
@@ -106,6 +108,24 @@ MUTANTS: tuple[Mutant, ...] = (
            "largest_bits = magnitude > largest_bits ? magnitude : largest_bits;",
            "largest_bits = __float_as_uint(fmaxf(__uint_as_float(magnitude), __uint_as_float(largest_bits)));",
            f"{ENCODING}[cpu-int8-g64-k-64]"),
+    Mutant("C4.4", "zero groups are not counted", "cuda_src/kernels/codec.cuh",
+           "kind < 3; ++kind", "kind < 2; ++kind", f"{COUNTED}[cpu-int8-g64-k-64]"),
+    Mutant("C4.4", "every lane of a group counts it", "cuda_src/kernels/codec.cuh",
+           "is_live && piece % kGroupLanes == 0", "is_live", f"{COUNTED}[cpu-int8-g64-k-64]"),
+    Mutant("C14.4", "groups of dead columns are counted", "cuda_src/kernels/codec.cuh",
+           "is_live && piece % kGroupLanes == 0", "piece % kGroupLanes == 0",
+           f"{APPENDED}[cpu-eager-int8-g64-64-page-major]"),
+    Mutant("C4.4", "an infinite scale of int8 is not counted", "cuda_src/kernels/codec.cuh",
+           "half >= 0x7C00u;", "half > 0x7C00u;", f"{COUNTED}[cpu-int8-g64-k-64]"),
+    Mutant("C4.4", "an int8 group that rounds to zero is not counted", "cuda_src/kernels/codec.cuh",
+           "is_zero = half == 0;", "is_zero = largest_bits == 0;", f"{COUNTED}[cpu-int8-g64-k-64]"),
+    Mutant("C4.4", "the largest fp8 value counts as saturated", "cuda_src/kernels/codec.cuh",
+           "largest > 448.0f * 65504.0f", "largest >= 448.0f * 65504.0f", f"{COUNTED}[cpu-fp8-e4m3-row-k-64]"),
+    Mutant("C4.4", "the largest fp4 value counts as saturated", "cuda_src/kernels/codec.cuh",
+           "largest > 6.0f * 448.0f", "largest >= 6.0f * 448.0f", f"{COUNTED}[cpu-nvfp4-g16-k-64]"),
+    Mutant("C4.4", "an infinite value counts as saturated too", "cuda_src/kernels/codec.cuh",
+           "is_saturated = is_finite && largest > 6.0f", "is_saturated = largest > 6.0f",
+           f"{COUNTED}[cpu-nvfp4-g16-k-64]"),
     Mutant("C4.4", "a reciprocal stands for a quotient", "cuda_src/kernels/codec.cuh",
            "float_to_e2m1(__fdiv_rn(x[i], scale))", "float_to_e2m1(__fmul_rn(x[i], __fdiv_rn(1.0f, scale)))",
            f"{ENCODING}[cpu-nvfp4-g16-k-64]"),

@@ -10,17 +10,25 @@ The quick run takes one head size of each profile; the long run takes every modu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pagedkv.devices.cpu.device import CpuDevice
-from pagedkv.ops.modules import SHIPPED_HEAD_DIMS_BF16, attention_module, context_module, shipped_modules
+from pagedkv.ops.modules import (
+    SHIPPED_HEAD_DIMS_BF16,
+    SHIPPED_HEAD_DIMS_EVENTS,
+    attention_module,
+    context_module,
+    events_module,
+    shipped_modules,
+)
 from pagedkv.ops.page_moves import set_entries
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.planes import PackedPlanes
-from pagedkv.values.profiles import HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
+from pagedkv.values.profiles import CODEC_EVENTS, HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
 from tests.kernels.arrays import bf16_noise, scattered_table
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
@@ -136,6 +144,9 @@ def test_every_shipped_module_is_executed() -> None:
     """C4.5: the list of this file is the library's own."""
     executed = {attention_module(*variant.values[:2]).name for variant in VARIANTS}  # type: ignore[arg-type]
     executed |= {context_module(head_dim).name for head_dim in HEAD_DIMS_CONTEXT}
+    counting = [variant.values[:2] for variant in VARIANTS if variant.values[0] != "bf16"]
+    counting = [values for values in counting if values[1] in SHIPPED_HEAD_DIMS_EVENTS]
+    executed |= {events_module(*values).name for values in counting}  # type: ignore[arg-type]
 
     assert executed | {"page_moves", "linear"} == {spec.name for spec in shipped_modules()}
 
@@ -208,6 +219,27 @@ def test_append_stores_each_row_once_in_whole_sectors(simulated: SimulatedDevice
     allocations = launch.result.counters["allocs"].items()
     inputs = sum(counters["load_bytes"] for name, counters in allocations if name.startswith("uint16(1, "))
     assert 2 * tokens * kv_heads * head_dim * 2 == inputs
+
+
+@pytest.mark.parametrize("profile", [p.name for p in PROFILES.values() if p.is_quantized])
+def test_counting_costs_ordinary_rows_no_atomic_and_zero_rows_one_a_warp(
+    simulated: SimulatedDevice, profile: str
+) -> None:
+    """codecs 8: one atomic for each kind of event in a warp; kernels that do not count have no atomic at all."""
+    plain = written(simulated, profile, 64, 66)
+    assert simulated.launches[-1].result.counters["global_atomic"]["requests"] == 0
+    counters = simulated.zeros(len(CODEC_EVENTS), np.uint64)
+    cache = replace(plain, view=replace(plain.view, codec_counts=counters))
+    cache.append(noise(1, 64, 2, 64), noise(1, 64, 2, 64), [0], [0])
+    assert simulated.launches[-1].result.counters["global_atomic"]["requests"] == 0
+
+    zeros = np.zeros((1, 64, 2, 64), np.uint16)
+    cache.append(zeros, zeros, [0], [0])
+
+    launch = simulated.launches[-1]
+    assert launch.result.counters["global_atomic"]["requests"] == 2 * launch.grid[0]  # a warp of K, a warp of V
+    groups = {"int8-g64": 2, "fp8-e4m3-row": 2, "nvfp4-g16": 8, "k8v4": 5}[profile]
+    assert cache.get(counters).tolist() == [0, 0, 128 * groups]
 
 
 @pytest.mark.parametrize("columns", [1, 33, 64])

@@ -63,9 +63,9 @@ def compare(model: LedgerModel, inspection: pk.StoreInspection) -> Holdings:
     require_same("units in flight", len(model.open_units), len(inspection.units_in_flight))
     budgets = [by_row[row].budget if row in by_row else 0 for row in range(model.max_concurrency)]
     require_same("budgets", budgets, inspection.budget_tokens.tolist())
-    states = {continuation.number: continuation.state is not None for continuation in retained}
-    store_states = {number: continuation.has_state for number, continuation in inspection.continuations.items()}
-    require_same("continuations, and which have a state", states, store_states)
+    states = {one.number: (one.state is not None, one.state_frontier) for one in retained}
+    store_states = {number: (one.has_state, one.state_frontier) for number, one in inspection.continuations.items()}
+    require_same("continuations, which have a state, and its frontier", states, store_states)
     return {pool: _compare_pool(model, pool, inspection, by_row, retained) for pool in model.pools}
 
 

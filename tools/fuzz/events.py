@@ -38,6 +38,9 @@ RETAINED_MANY = 5
 KIND_OF = {"overreach": "begin", "use_up": "begin", "resume": "activate", "cut": "truncate"}
 """The kind of an event whose drawer has another name."""
 
+FOLLOWS = "follows"
+"""In an event, the word for `pk.STATE_FOLLOWS`."""
+
 MISUSES = 12
 """Number of calls in `Walk` that are never right."""
 
@@ -244,7 +247,7 @@ class EventDrawer:
         sequence = self._resumable()
         if len(self.model.retained) > RETAINED_MANY and self.rng.random() < 0.7:
             raise NoSubject
-        return self._with_copy_fault(sequence=sequence.name, state=self._state())
+        return self._with_copy_fault(sequence=sequence.name, **self._state(sequence))
 
     def release(self) -> Arguments:
         """The release of a continuation; sometimes a second time."""
@@ -285,7 +288,7 @@ class EventDrawer:
         """A state for a continuation, mostly for one without a state."""
         bare = [one for one in self.model.retained if one.state is None]
         continuation = self.rng.choice(bare) if bare and self.rng.random() < 0.7 else self._continuation()
-        return {"continuation": continuation.name, "state": self._state()}
+        return {"continuation": continuation.name, **self._state(continuation)}
 
     # ---- units ------------------------------------------------------------------------------------
 
@@ -383,7 +386,7 @@ class EventDrawer:
         """The end of a sequence, with or without a continuation; sometimes in flight, or the second time."""
         retain = self.rng.random() < (0.2 if len(self.model.retained) > RETAINED_MANY else 0.8)
         sequence = self._resumable() if retain else self._sequence()
-        return self._with_fault(sequence=sequence.name, retain=retain, state=self._state() if retain else None)
+        return self._with_fault(sequence=sequence.name, retain=retain, **(self._state(sequence) if retain else {}))
 
     def abort(self) -> Arguments:
         """The end of a sequence now or at its boundary."""
@@ -427,8 +430,27 @@ class EventDrawer:
         beside = min(max(aligned + self.rng.choice((-1, 1)), 0), tokens)
         return self.rng.choice((0, tokens, aligned, beside, self.rng.randint(0, tokens), self.rng.randint(0, tokens)))
 
-    def _state(self) -> str | None:
-        return None if self.rng.random() < 0.1 else f"state {self.rng.randrange(1000)}"
+    def _state(self, holder: SequenceModel | ContinuationModel) -> Arguments:
+        """Return a state and its frontier, mostly within what the holder has; or that the state follows."""
+        rng, spaces = self.rng, holder.spaces
+        if rng.random() < 0.1:
+            return {"state": FOLLOWS}
+        main = spaces["main"].frontier
+        if rng.random() < 0.3:
+            main = max(self._position(main), 1)
+        frontier: Any = {pool: min(space.frontier, main) for pool, space in spaces.items()}
+        if all(space.frontier == spaces["main"].frontier for space in spaces.values()) and rng.random() < 0.5:
+            frontier = rng.choice((None, main))
+        elif isinstance(frontier, dict) and rng.random() < 0.3:
+            frontier |= {pool: self._position(frontier[pool]) for pool in spaces if pool != "main"}
+        if self._breaks_rule():
+            pool = rng.choice(list(spaces))
+            frontier = rng.choice((
+                None, 0, -1, main + 1, {}, {"main": main, "rows": 0}, {**dict.fromkeys(spaces, main), pool: main + 1},
+                {name: space.frontier + (name == pool) for name, space in spaces.items()},
+            ))  # fmt: skip
+            return {"state": rng.choice((None, FOLLOWS, "state", "state")), "frontier": frontier}
+        return {"state": f"state {rng.randrange(1000)}", "frontier": frontier}
 
     def _pool(self) -> str:
         if self._breaks_rule() and self.rng.random() < 0.2:

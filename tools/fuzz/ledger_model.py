@@ -48,7 +48,7 @@ class GrowthShape:
 
     @property
     def cushion_pages(self) -> int:
-        """Pages behind the window; a row that was not extended runs on them."""
+        """Pages behind the window; a row that was not extended runs on them, up to the room for the forced span."""
         return pages_of(self.widest_tokens) + 1
 
     @property
@@ -110,12 +110,16 @@ class SequenceModel:
 
 @dataclass(eq=False)
 class ContinuationModel:
-    """One retained continuation, until it is released or moved; `number` is in its handle."""
+    """One retained continuation, until it is released or moved; `number` is in its handle.
+
+    `state_frontier` is the frontier of each pool that the state belongs to; without a state, nothing.
+    """
 
     name: int
     number: int
     spaces: dict[str, Space]
     state: object
+    state_frontier: dict[str, int] = field(default_factory=dict)
     is_live: bool = True
 
 
@@ -166,9 +170,10 @@ class LedgerModel:
 
     def __init__(
         self, pools: Mapping[str, PoolShape], *, max_context: int, max_concurrency: int,
-        growth: GrowthShape | None = None,
+        forced_tokens: int = 0, growth: GrowthShape | None = None,
     ) -> None:  # fmt: skip
         self.pools = dict(pools)
+        self.forced_tokens = forced_tokens
         self.growth = growth
         self.max_context = max_context
         self.max_concurrency = max_concurrency
@@ -336,15 +341,48 @@ class LedgerModel:
                 refusals.append(RightRefusal(pool, 1, 0, "pages"))
         return refusals
 
-    def retain_errors(self, sequence: SequenceModel) -> set[str]:
+    def retain_errors(
+        self, sequence: SequenceModel, state: object = pk.STATE_FOLLOWS, frontier: Frontier = None
+    ) -> set[str]:
         """Errors of keeping the pages of a sequence: no pool may lead Main, and Main must have tokens.  (C13.2)"""
-        errors = self.boundary_errors([sequence])
+        errors = self.boundary_errors([sequence]) | self.state_errors(sequence, state, frontier)
         main = sequence.spaces["main"].frontier
         if not main or any(space.frontier > main for space in sequence.spaces.values()):
             errors.add("MisuseError")
         return errors
 
-    def snapshot(self, name: int, number: int, sequence: SequenceModel, state: object) -> ContinuationModel:
+    def attach_errors(self, continuation: ContinuationModel, state: object, frontier: Frontier) -> set[str]:
+        """Errors of attaching a state to a continuation."""
+        return self.stale_errors([continuation]) | self.state_errors(continuation, state, frontier)
+
+    def state_errors(self, holder: Holder, state: object, frontier: Frontier) -> set[str]:
+        """Errors of a state: none at all, or a pool that is behind the frontier the state belongs to.  (C2.2, C9.8)"""
+        if state is None:
+            return {"MisuseError"}
+        if state is pk.STATE_FOLLOWS:
+            return set() if frontier is None else {"MisuseError"}
+        named = self.state_frontier(holder, state, frontier)
+        if named.keys() != self.pools.keys() or not named["main"]:
+            return {"MisuseError"}
+        is_held = all(0 <= tokens <= min(holder.spaces[pool].frontier, named["main"]) for pool, tokens in named.items())
+        return set() if is_held else {"MisuseError"}
+
+    def state_frontier(self, holder: Holder, state: object, frontier: Frontier) -> dict[str, int]:
+        """Return the frontier of each pool that a state belongs to: as named, one for all, or Main's for all."""
+        if state is pk.STATE_FOLLOWS:
+            return {}
+        if isinstance(frontier, Mapping):
+            return dict(frontier)
+        return dict.fromkeys(self.pools, holder.spaces["main"].frontier if frontier is None else frontier)
+
+    def attach(self, continuation: ContinuationModel, state: object, frontier: Frontier) -> None:
+        """Set the state of a continuation, or take it back."""
+        continuation.state_frontier = self.state_frontier(continuation, state, frontier)
+        continuation.state = None if state is pk.STATE_FOLLOWS else state
+
+    def snapshot(
+        self, name: int, number: int, sequence: SequenceModel, state: object, frontier: Frontier
+    ) -> ContinuationModel:
         """Share full pages; the checkpoint gets a copy of a partial tail.  (C10.6)"""
         spaces = {}
         for pool, space in sequence.spaces.items():
@@ -353,16 +391,18 @@ class LedgerModel:
             if tail:
                 pages.append(Page.new(space.pages[full].tags))
             spaces[pool] = Space(0, pages, space.frontier, space.frontier)
-        return self._add_continuation(name, number, spaces, state)
+        return self._add_continuation(name, number, spaces, state, frontier)
 
-    def retain(self, name: int, number: int, sequence: SequenceModel, state: object) -> ContinuationModel:
+    def retain(
+        self, name: int, number: int, sequence: SequenceModel, state: object, frontier: Frontier
+    ) -> ContinuationModel:
         """Trim, return reservation and row, and keep the pages.  (C9.8)"""
         spaces = {}
         for pool, space in sequence.spaces.items():
             self._unmap(sequence, pool, pages_of(space.frontier))
             spaces[pool] = Space(0, space.pages, space.frontier, space.frontier)
         sequence.is_live = False
-        return self._add_continuation(name, number, spaces, state)
+        return self._add_continuation(name, number, spaces, state, frontier)
 
     def release(self, holder: Holder) -> None:
         """End a sequence or continuation and return its pages, reservation and row; pages that others hold stay."""
@@ -472,8 +512,20 @@ class LedgerModel:
     # ---- between units ----------------------------------------------------------------------------
 
     def begin_round(self, sequences: list[SequenceModel]) -> list[SequenceModel]:
-        """Extend every row that has reached its cushion, in batch order; return rows without an extension.  (C9.2)"""
-        return [sequence for sequence in sequences if self.is_thin(sequence) and not self._extend(sequence)]
+        """Extend every row until it is behind its cushion again, in batch order; return rows that are not.  (C9.2)"""
+        short = []
+        for sequence in sequences:
+            while self.is_thin(sequence) and self._extend(sequence):
+                pass
+            if self.is_thin(sequence):
+                short.append(sequence)
+        return short
+
+    def covered_columns(self, sequence: SequenceModel, pool: str, *, forced: bool) -> int:
+        """Return the columns that a row may still write below S, those of a forced span or not.  (C9.2)"""
+        space = sequence.spaces[pool]
+        columns = min(space.entitlement * pk.PAGE_TOKENS, self.max_context) - space.frontier
+        return columns if forced else max(columns - self.forced_tokens, 0)
 
     def is_thin(self, sequence: SequenceModel) -> bool:
         """Return whether less than the cushion is left in some pool that may still grow."""
@@ -542,11 +594,11 @@ class LedgerModel:
     def truncate(self, holder: Holder, pool: str, tokens: int) -> None:
         """Lower the frontier; the page that is cut inside has other content from now on; then trim.
 
-        A state is complete at the frontier of Main that it was attached at, and no other (C2.2).
+        A state ends with a token that it belongs to (C2.2).
         """
         space = holder.spaces[pool]
-        if isinstance(holder, ContinuationModel) and pool == "main" and tokens < space.frontier:
-            holder.state = None
+        if isinstance(holder, ContinuationModel) and tokens < holder.state_frontier.get(pool, 0):
+            self.attach(holder, pk.STATE_FOLLOWS, None)
         if tokens < space.frontier and tokens % pk.PAGE_TOKENS:
             self._renew_content(space.pages[tokens // pk.PAGE_TOKENS], pool)
         space.frontier = tokens
@@ -562,8 +614,11 @@ class LedgerModel:
 
     # ---- helpers ----------------------------------------------------------------------------------
 
-    def _add_continuation(self, name: int, number: int, spaces: dict[str, Space], state: object) -> ContinuationModel:
-        continuation = ContinuationModel(name, number, spaces, state)
+    def _add_continuation(
+        self, name: int, number: int, spaces: dict[str, Space], state: object, frontier: Frontier
+    ) -> ContinuationModel:
+        continuation = ContinuationModel(name, number, spaces, None)
+        self.attach(continuation, state, frontier)
         self.continuations.append(continuation)
         return continuation
 

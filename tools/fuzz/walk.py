@@ -22,7 +22,7 @@ import numpy as np
 
 import pagedkv as pk
 from pagedkv.tools.fuzz.compare import Holdings, committed_bytes, compare, require_same
-from pagedkv.tools.fuzz.events import MISUSES, Event, WalkShape
+from pagedkv.tools.fuzz.events import FOLLOWS, MISUSES, Event, WalkShape
 from pagedkv.tools.fuzz.faulty_device import FaultyDevice, InjectedFault
 from pagedkv.tools.fuzz.latched_store import require_latched
 from pagedkv.tools.fuzz.ledger_model import (
@@ -77,7 +77,7 @@ class Walk:
         self.store = pk.open_store(config, cast("pk.Device", device), journal=journal)
         self.model = LedgerModel(
             {pool.name: PoolShape(pool.pages, pool.lead_tokens) for pool in config.pools},
-            max_context=config.max_context, max_concurrency=config.max_concurrency,
+            max_context=config.max_context, max_concurrency=config.max_concurrency, forced_tokens=shape.forced_span,
             growth=GrowthShape(shape.lease_window, shape.widest_columns + shape.forced_span)
             if shape.lease_window else None,
         )  # fmt: skip
@@ -140,6 +140,8 @@ class Walk:
             "sequence": self.sequences, "continuation": self.continuations, "source": self.continuations,
             "unit": self.units, "batch": self.batches,
         }  # fmt: skip
+        if arguments.get("state") == FOLLOWS:
+            arguments["state"] = pk.STATE_FOLLOWS
         for name in tables.keys() & arguments.keys():
             if arguments[name] not in tables[name]:
                 return None
@@ -186,9 +188,11 @@ class Walk:
             if sequence.is_live:
                 require_same("budget", sequence.budget, store.budget_tokens(handle))
                 for pool, space in sequence.spaces.items():
-                    covered = min(space.entitlement * pk.PAGE_TOKENS, self.model.max_context) - space.frontier
-                    columns = store.covered_columns(store.batch([handle]), pool).tolist()
-                    require_same("covered columns", [covered], columns)
+                    batch = store.batch([handle])
+                    for forced in (False, True):
+                        covered = self.model.covered_columns(sequence, pool, forced=forced)
+                        columns = store.covered_columns(batch, pool, forced=forced).tolist()
+                        require_same("covered columns", [covered], columns)
                     require_same("committed", space.frontier, store.committed_tokens(handle, pool))
                     require_same("page ids", [page.page_id for page in space.pages], store.page_ids(handle, pool))
         current = [pair for pair in self.continuations.values() if pair[0].is_live]
@@ -265,15 +269,16 @@ class Walk:
         require_same("can_honour", isinstance(answer, pk.ActivationPlan), self.store.can_honour(target))
         return answer
 
-    def _snapshot(self, sequence: SequencePair, state: str | None) -> None:
+    def _snapshot(self, sequence: SequencePair, state: object, frontier: Any = None) -> None:
         model, handle = sequence
-        errors, refusals = self.model.retain_errors(model), self.model.snapshot_refusals(model)
+        errors, refusals = self.model.retain_errors(model, state, frontier), self.model.snapshot_refusals(model)
         may: set[str] = set()
         if refusals and not errors - {"MisuseError"}:  # there are two reasons to refuse, and either is right
             errors, may = may, errors
         before = self._inspect()
         answer = self.call(
-            errors, lambda: self._try(lambda: self.store.try_snapshot(handle, state=state), before),
+            errors,
+            lambda: self._try(lambda: self.store.try_snapshot(handle, state=state, state_frontier=frontier), before),
             may=may, before=before,
         )  # fmt: skip
         if not self._is_granted(answer, refusals):
@@ -281,20 +286,24 @@ class Walk:
         assert isinstance(answer, pk.Continuation), answer
         assert not refusals, f"granted, model {refusals}"
         number = self._event.number
-        self.continuations[number] = self.model.snapshot(number, answer.number, model, state), answer
+        self.continuations[number] = self.model.snapshot(number, answer.number, model, state, frontier), answer
 
-    def _finish(self, sequence: SequencePair, retain: bool = False, state: str | None = None) -> None:
+    def _finish(
+        self, sequence: SequencePair, retain: bool = False, state: object = None, frontier: Any = None
+    ) -> None:
         model, handle = sequence
         number = self._event.number
-        errors = self.model.retain_errors(model) if retain else self.model.boundary_errors([model])
+        errors = self.model.retain_errors(model, state, frontier) if retain else self.model.boundary_errors([model])
 
         def follow(answer: pk.Continuation | None) -> ContinuationModel | None:
             if retain:
-                return self.model.retain(number, answer.number if answer else 0, model, state)
+                return self.model.retain(number, answer.number if answer else 0, model, state, frontier)
             self.model.release(model)
             return None
 
-        answers = self.change(errors, lambda: self.store.finish(handle, retain=retain, state=state), follow)
+        answers = self.change(
+            errors, lambda: self.store.finish(handle, retain=retain, state=state, state_frontier=frontier), follow
+        )
         if answers is None:
             return
         answer, continuation = answers
@@ -314,10 +323,12 @@ class Walk:
         if self.call(errors, lambda: self.store.protect(handle, tokens, pool)) is not REFUSED:
             self.model.protect(model, pool, tokens)
 
-    def _attach(self, continuation: ContinuationPair, state: str | None) -> None:
+    def _attach(self, continuation: ContinuationPair, state: object, frontier: Any = None) -> None:
         model, handle = continuation
-        if self.call(self.model.stale_errors([model]), lambda: self.store.attach_state(handle, state)) is not REFUSED:
-            model.state = state
+        errors = self.model.attach_errors(model, state, frontier)
+        answer = self.call(errors, lambda: self.store.attach_state(handle, state, state_frontier=frontier))
+        if answer is not REFUSED:
+            self.model.attach(model, state, frontier)
 
     # ---- events: units ----------------------------------------------------------------------------
 

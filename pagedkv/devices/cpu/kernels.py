@@ -17,9 +17,9 @@ class CpuKernel(BaseKernel):
     _context: CpuContext
 
     def __init__(
-        self, context: CpuContext, module: CpuModule, signature: Signature, entry: int, *, is_serial: bool
+        self, context: CpuContext, code: ctypes.CDLL, signature: Signature, entry: int, *, is_serial: bool
     ) -> None:
-        super().__init__(context, module, signature)
+        super().__init__(context, code, signature)
         self._entry = entry
         self._is_serial = is_serial
         self._name_bytes = ctypes.create_string_buffer(self.name.encode())
@@ -59,4 +59,5 @@ class CpuModule(BaseModule):
         signature: list[int] = []
         while word := int(pointer[len(signature)]):
             signature.append(word)
-        return CpuKernel(self._context, self, Signature(name, signature), entry or 0, is_serial=self._is_serial)
+        found = Signature(name, signature)
+        return CpuKernel(self._context, self._library, found, entry or 0, is_serial=self._is_serial)

@@ -4,8 +4,9 @@
                                 ^ start, aligned to align_bytes
 
 The data ends less than `align_bytes` before the rear guard: a kernel that runs past the guard faults at once, and the
-canary shows a write into the slack.  The last array or view over a mapping returns the memory.  The addresses of the
-last few freed buffers stay unmapped, so a late access faults and names its buffer.
+canary shows a write into the slack.  The last array or view over a mapping returns the memory, also after the device
+was closed.  While the device is open, the addresses of the last few freed buffers stay reserved, so a late access
+faults and names its buffer.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Memory(BaseMemory):
         self._lock = threading.RLock()
         self._live: dict[int, tuple[str, Buffer]] = {}
         self._freed: deque[tuple[str, Buffer]] = deque()  # oldest first; without memory, but with their addresses
+        self._remembered = FREED_REMEMBERED  # most entries of `_freed`; 0 after `forget_freed`
         self.violations: list[str] = []
 
     def array(
@@ -113,14 +115,16 @@ class Memory(BaseMemory):
             self._count(-buffer.bytes, is_pinned=allocation.is_pinned)
             self._library.pk_buffer_retire(ctypes.byref(buffer))
             self._freed.append((allocation.label, buffer))
-            if len(self._freed) > FREED_REMEMBERED:
-                self._library.pk_buffer_destroy(ctypes.byref(self._freed.popleft()[1]))
+            self._drop_freed()
 
     def forget_freed(self) -> None:
-        """Give the addresses of freed buffers back."""
+        """Give the addresses of freed buffers back, now and from now on: no kernel can access them any more."""
         with self._lock:
-            while self._freed:
-                self._library.pk_buffer_destroy(ctypes.byref(self._freed.popleft()[1]))
+            self._remembered = 0
+            self._drop_freed()
+
+    def __del__(self) -> None:
+        self.forget_freed()
 
     def check(self) -> list[str]:
         """Give a line for every overwritten canary; of returned mappings only since the last check."""
@@ -161,6 +165,10 @@ class Memory(BaseMemory):
                 if buffer.start <= address < buffer.start + buffer.bytes:
                     return label
         return "pageable host memory"
+
+    def _drop_freed(self) -> None:
+        while len(self._freed) > self._remembered:
+            self._library.pk_buffer_destroy(ctypes.byref(self._freed.popleft()[1]))
 
     def _count(self, byte_count: int, *, is_pinned: bool) -> None:
         if is_pinned:

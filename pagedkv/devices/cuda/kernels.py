@@ -24,8 +24,8 @@ class CudaKernel(BaseKernel):
 
     _context: CudaContext
 
-    def __init__(self, context: CudaContext, module: CudaModule, signature: Signature, function: Any) -> None:
-        super().__init__(context, module, signature)
+    def __init__(self, context: CudaContext, code: object, signature: Signature, function: Any) -> None:
+        super().__init__(context, code, signature)
         self._function = function
 
     def _submit(self, launch: Launch, stream: CudaStream) -> None:
@@ -59,4 +59,4 @@ class CudaModule(BaseModule):
         if name not in self._signatures:
             return None
         function = self._context.api.invoke("cuda.function.Module.get_function", self._native, name)
-        return CudaKernel(self._context, self, Signature(name, self._signatures[name]), function)
+        return CudaKernel(self._context, self._native, Signature(name, self._signatures[name]), function)
