@@ -83,7 +83,7 @@ class Actions:
         entries[2] = spaces.table[flat]
         most = self._entries.size // 3
         for first in range(0, new_slices.pages, most):
-            part = entries[:, first : first + most].reshape(-1)
+            part = np.ascontiguousarray(entries[:, first : first + most]).reshape(-1)
             on_device = self._entries[: part.size]
             self._device.copy(on_device, part, self._stream)
             set_entries(self._ops, table, on_device, part.size // 3, stream=self._stream)
