@@ -14,6 +14,7 @@ from __future__ import annotations
 from pagedkv import codecs
 from pagedkv.clauses import Clause, clause, clauses
 from pagedkv.devices import open_device
+from pagedkv.devices.cache_folder import CacheFolder
 from pagedkv.devices.protocol import Device, Event, Graph, Kernel, ModuleSpec, Stream, cpu_only
 from pagedkv.errors import (
     ActivationRefused,
@@ -75,6 +76,7 @@ __all__ = [
     "AutoCapacity",
     "Batch",
     "BrokenOff",
+    "CacheFolder",
     "CapacityError",
     "CapacityPlan",
     "CaptureRefused",

@@ -24,13 +24,14 @@ import click
 import pagedkv as pk
 from pagedkv.tools.console import EXIT_MISSING, json_option, say, version
 from pagedkv.tools.kernels.nvrtc import load_nvrtc
-from pagedkv.tools.llama.weights import EXTRA_INSTALL, MODEL_INSTALL, MODEL_PACKAGE, user_cache_folder
+from pagedkv.tools.llama.weights import EXTRA_INSTALL, MODEL_INSTALL, MODEL_PACKAGE
 
 Status = Literal["ok", "missing", "note"]
 PYTHON_MIN = (3, 11)
 CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "asimd")
 CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 CUDA_INSTALL = "python -m pip install 'pagedkv[cuda13]'"
+CACHE_KINDS = ("cpu", "cuda", "model", "zig")
 MODEL_MODULES = ("gguf", "tokenizers", MODEL_PACKAGE)
 
 
@@ -131,7 +132,10 @@ def check_cpu_features() -> Check:
 def check_compiler() -> Check:
     """Look for a C++ compiler, in the order of the cpu device."""
     if named := os.environ.get("CXX", "").strip():
-        path = shutil.which(shlex.split(named)[0])
+        try:
+            path = shutil.which(shlex.split(named)[0])
+        except ValueError as error:
+            return Check("compiler", "missing", f"CXX={named}: {error}", "set CXX to a C++ compiler, or unset it")
         if path is None:
             return Check("compiler", "missing", f"CXX={named} is not on PATH", "set CXX to a C++ compiler, or unset it")
         return Check("compiler", "ok", f"{path} ($CXX)")
@@ -184,13 +188,15 @@ def check_model() -> Check:
 
 def check_cache_folder() -> Check:
     """Look at the folder that keeps compiled kernels and converted weights."""
-    folder = user_cache_folder()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(existing, os.W_OK):
-        remedy = "set XDG_CACHE_HOME to a writable folder"
-        return Check("cache folder", "missing", f"{existing} is not writable", remedy)
-    used_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Check("cache folder", "ok", f"{folder} ({used_bytes / 1e6:.1f} MB)")
+    try:
+        for kind in CACHE_KINDS:
+            folder = pk.CacheFolder(kind)
+            folder.check()
+    except pk.MissingRequirement as missing:
+        return Check("cache folder", "missing", f"{missing.refused}: {missing.got}", missing.remedy)
+    top = folder.path.parent
+    used_bytes = sum(path.lstat().st_size for path in top.rglob("*") if path.is_file())
+    return Check("cache folder", "ok", f"{top} ({used_bytes / 1e6:.1f} MB)")
 
 
 def check_device(name: str, open_device: Callable[[str], pk.Device] | None = None) -> Check:

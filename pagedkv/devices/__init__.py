@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from pagedkv.devices.cpu.compiler import announce_on_stderr
+from pagedkv.devices.cache_folder import announce_on_stderr
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.devices.cuda.driver import visible_gpu

@@ -149,7 +149,7 @@ def test_a_machine_without_a_compiler_is_told_how_to_get_one(monkeypatch: pytest
 
 @pytest.mark.parametrize(("variable", "value", "message"), [
     ("CXX", "no-such-compiler -O2", "CXX='no-such-compiler -O2', which is not on PATH"),
-    ("CXX", f"{sys.executable} -c 1/0", "-c 1/0 --version` to succeed"),
+    ("CXX", f"{sys.executable} -c 1/0", "-c 1/0 --version` with exit code 1"),
     ("XDG_CACHE_HOME", __file__, "set XDG_CACHE_HOME to a writable folder"),
 ])  # fmt: skip
 def test_a_setting_that_serves_no_build_is_named(

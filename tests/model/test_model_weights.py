@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,26 +73,27 @@ def test_a_gguf_is_read_into_fused_output_major_matrices(tmp_path: Path) -> None
     assert pytest.approx(TINY.rms_epsilon) == weights.config.rms_epsilon
 
 
-def test_a_second_start_converts_only_a_folder_without_its_last_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_second_start_converts_only_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A whole folder is mapped, and nothing can write to it; a folder that was cut off is made anew."""
+    """A whole file is mapped, and nothing can write to it; one that was cut off is made again, with a line."""
     write_tiny_gguf(tmp_path / "tiny.gguf")
     load = partial(load_model, tmp_path / "tiny.gguf", cache_folder=tmp_path / "cache")
     expected = load()[0].embedding.copy()  # the file under it is about to be cut
     with monkeypatch.context() as patch:
-        patch.setattr(model_weights, "_convert", None)
+        patch.setattr(model_weights, "_convert", lambda source, target: pytest.fail("converted again"))
         second, vocabulary = load()
     np.testing.assert_array_equal(expected, second.embedding)
     assert ("a", "b", "ab") == vocabulary.tokens
     assert not second.embedding.flags.writeable
     del second
 
-    (metadata,) = (tmp_path / "cache").rglob("metadata.json")
-    metadata.unlink()
-    metadata.with_name("weights.npy").write_bytes(b"cut short")
+    (file,) = (tmp_path / "cache" / "model").iterdir()
+    os.truncate(file, file.stat().st_size - 4)
+    assert capsys.readouterr().err == ""
     np.testing.assert_array_equal(expected, load()[0].embedding)
-    assert ["metadata.json", "weights.npy"] == sorted(path.name for path in metadata.parent.iterdir())
+    assert capsys.readouterr().err.startswith(f"pagedkv: {file} is damaged (")
+    assert [file] == list((tmp_path / "cache" / "model").iterdir())
 
 
 def test_another_architecture_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_another_architecture_is_refused_and_leaves_no_file(tmp_path: Path) -> N
     with pytest.raises(pk.MisuseError, match="architecture was refused: expected llama, got gpt2"):
         load_model(tmp_path / "other.gguf", cache_folder=tmp_path / "cache")
 
-    assert not (tmp_path / "cache").exists()
+    assert [] == list((tmp_path / "cache" / "model").iterdir())
 
 
 def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

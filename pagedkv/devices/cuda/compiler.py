@@ -4,7 +4,8 @@ The device calls NVRTC directly, not through `cupy.RawModule`, which adds `-ftz=
 subnormals, so the bits would differ from those of the cpu device.  `RawModule` also looks for CUDA's headers, which our
 sources do not need.  NVRTC gets every included file of `cuda_src` as a named header.
 
-The name of a cached file is a hash of all inputs of its compilation, so nothing is ever stale.  It holds
+The name of a cached file is a hash of all inputs of its compilation, so nothing is ever stale.  A file of
+`devices/cache_folder.py` holds
 
     signatures as one line of JSON, {"append_rows": [kind | bytes << 8, ...], ...}
     the cubin
@@ -16,14 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagedkv.devices.cpu.compiler import Announce
+from pagedkv.devices.cache_folder import SEAL_HEAD, Announce, CacheFolder, content_of
 from pagedkv.devices.cuda.runtime import CudaRuntime
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.devices.sources import module_text, reached_files
@@ -58,18 +57,21 @@ def compile_module(
     defines = (f"-D{name}={value}" for name, value in spec.defines)
     every = (f"--gpu-architecture={architecture}", *OPTIONS, *options, *defines)
     version = ".".join(map(str, api.invoke("cuda.nvrtc.getVersion")))
-    digest = hashlib.sha256("\0".join((version, *every, text)).encode())
+    # The head of the seal is part of the key: files from before seals have other names.
+    digest = hashlib.sha256("\0".join((version, *every, text)).encode() + SEAL_HEAD)
     for name, content in headers.items():
         digest.update(name.encode() + b"\0" + content + b"\0")
-    target = cache_folder() / f"{spec.name}-{architecture}-{digest.hexdigest()[:32]}.cubin"
-    if target.exists():
-        return _unpack(target.read_bytes())
-    started = time.monotonic()
-    announce(f"pagedkv: compiling {spec.name} for {architecture} with NVRTC {version} (once)")
-    compiled = _compile(api, spec, text, headers, every)
-    _store(target, compiled)
-    announce(f"pagedkv: compiled {spec.name} in {time.monotonic() - started:.1f} s")
-    return compiled
+
+    def compile_to(target: Path) -> None:
+        started = time.monotonic()
+        announce(f"pagedkv: compiling {spec.name} for {architecture} with NVRTC {version} (once)")
+        compiled = _compile(api, spec, text, headers, every, is_ours=spec.text is None and not options)
+        target.write_bytes(json.dumps(compiled.signatures).encode() + b"\n" + compiled.cubin)
+        announce(f"pagedkv: compiled {spec.name} in {time.monotonic() - started:.1f} s")
+
+    name = f"{spec.name}-{architecture}-{digest.hexdigest()[:32]}.cubin"
+    head, _, cubin = content_of(CacheFolder("cuda", announce=announce).file(name, compile_to)).partition(b"\n")
+    return CompiledModule(cubin, {kernel: tuple(words) for kernel, words in json.loads(head).items()})
 
 
 def check_options(options: tuple[str, ...]) -> None:
@@ -81,12 +83,6 @@ def check_options(options: tuple[str, ...]) -> None:
                 got=repr(option), remedy="leave it out; use explicit intrinsics in the kernel that needs them",
                 clause="C14.6",
             )
-
-
-def cache_folder() -> Path:
-    """Give the user's cache folder for machine code."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "pagedkv" / "cuda"
 
 
 def read_signatures(ptx: str) -> dict[str, tuple[int, ...]]:
@@ -101,7 +97,7 @@ def read_signatures(ptx: str) -> dict[str, tuple[int, ...]]:
 
 
 def _compile(
-    api: CudaRuntime, spec: ModuleSpec, text: str, headers: dict[str, bytes], options: tuple[str, ...]
+    api: CudaRuntime, spec: ModuleSpec, text: str, headers: dict[str, bytes], options: tuple[str, ...], *, is_ours: bool
 ) -> CompiledModule:
     # CuPy's binding takes source and name as text, headers and their names as bytes.  The unit has a name of its own,
     # because NVRTC takes an include of the same name for the unit itself.
@@ -112,31 +108,18 @@ def _compile(
             api.invoke("cuda.nvrtc.compileProgram", program, options)
         except api.compile_error as error:
             log = str(api.invoke("cuda.nvrtc.getProgramLog", program)).strip() or str(error)
+            if is_ours:
+                raise MissingRequirement(
+                    "the cuda device", expected="NVRTC that compiles the sources of this library",
+                    got=f"{error}:\n{log}\n", remedy="install another version of NVRTC (CUDA 12 or newer)",
+                    clause="C12.4",
+                ) from error
             raise MisuseError(
                 f"module {spec.name}", expected="CUDA C++ that NVRTC compiles", got=f"{error}:\n{log}\n",
-                remedy="correct the source; it is compiled after runtime.cuh", clause="C14.4", compiler_output=log,
+                remedy=f"correct the text of ModuleSpec {spec.name!r} (compiled after runtime.cuh) or the options",
+                clause="C14.4", compiler_output=log,
             ) from error
         ptx = api.invoke("cuda.nvrtc.getPTX", program).decode()
         return CompiledModule(bytes(api.invoke("cuda.nvrtc.getCUBIN", program)), read_signatures(ptx))
     finally:
         api.invoke("cuda.nvrtc.destroyProgram", program)
-
-
-def _unpack(content: bytes) -> CompiledModule:
-    head, _, cubin = content.partition(b"\n")
-    return CompiledModule(cubin, {name: tuple(words) for name, words in json.loads(head).items()})
-
-
-def _store(target: Path, compiled: CompiledModule) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MissingRequirement(
-            "the cuda device", expected="a writable cache folder for compiled kernels",
-            got=f"{target.parent}: {error.strerror}", remedy="set XDG_CACHE_HOME to a writable folder", clause="C12.4",
-        ) from error
-    # Written beside the target and renamed, so that two processes end with the same file.
-    with tempfile.TemporaryDirectory(prefix=".cubin-", dir=target.parent) as scratch:
-        aside = Path(scratch) / "module"
-        aside.write_bytes(json.dumps(compiled.signatures).encode() + b"\n" + compiled.cubin)
-        aside.replace(target)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.devices.cpu.compiler import Announce, announce_on_stderr
+from pagedkv.devices.cache_folder import Announce, announce_on_stderr
 from pagedkv.devices.cuda.compiler import check_options, compile_module
 from pagedkv.devices.cuda.context import CudaContext
 from pagedkv.devices.cuda.kernels import CudaModule
