@@ -81,7 +81,8 @@ class ControlBuffers:
                 ones, (b * columns,).
         """
         count, batch = rows.size, self.batch
-        if rows is not self._rows or columns != self._columns:  # mostly the words of the last run are right
+        is_same = type(columns) is int and rows is self._rows and columns == self._columns
+        if not is_same:  # mostly the words of the last run are right
             self.make_inert()
             self.ingress_host[:count] = rows
             self.ingress_host[2 * batch : 2 * batch + count] = columns

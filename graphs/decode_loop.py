@@ -291,7 +291,7 @@ class DecodeLoop:
         The call is optional: the loop also forgets a sequence when another one takes its row.
         """
         self._recover()
-        if sequence in self._outputs.handles:
+        if isinstance(sequence, pk.Sequence) and sequence in self._outputs.handles:
             self._outputs = self._outputs.without(sequence)
 
     def _advance(self, sequences: Iterable[pk.Sequence], stops: frozenset[int]) -> _Chosen:
@@ -326,11 +326,11 @@ class DecodeLoop:
     def _steps(self, sequences: tuple[pk.Sequence, ...], stops: frozenset[int]) -> Iterator[StepTokens]:
         while True:
             chosen = self._advance(sequences, stops)
-            outputs = self._outputs
+            outputs, batch = self._outputs, chosen.batch
             if not outputs.has_undelivered(chosen.named):
                 return
-            if outputs.reasons is not chosen.reasons:
-                reasons = outputs.reasons
+            if outputs.reasons is not chosen.reasons or batch is None or len(batch.sequences) < len(chosen.named):
+                reasons = outputs.reasons  # another sequence may take the row of one that has ended
                 sequences = tuple(sequence for sequence in sequences if reasons.item(sequence.row) == RUNNING)
             yield self._hand_over(chosen)
 
@@ -448,7 +448,7 @@ class DecodeLoop:
                 outputs = self._outputs.with_sequence(sequence, token, max(prompt.output_tokens - 1, 0),
                                                       is_new=prompt.output_tokens > 0)
             self.statistics.prefilled_tokens += count
-            self._outputs, self._pending = outputs, None
+            self._outputs, self._pending, prompt.written = outputs, None, done + count
         except BaseException as error:
             self._recover_after(error)
             raise
@@ -522,6 +522,7 @@ class Prefill:
         ids: (n,) int32, all tokens of the prompt.
         start: committed tokens before it.
         output_tokens: tokens that may be sampled.
+        written: tokens of the prompt that are committed.
     """
 
     def __init__(self, loop: DecodeLoop, batch: pk.Batch, ids: Int32, start: int, output_tokens: int) -> None:
@@ -529,6 +530,7 @@ class Prefill:
         self.ids = ids
         self.start = start
         self.output_tokens = output_tokens
+        self.written = 0
         self._loop = loop
 
     @property
@@ -541,12 +543,12 @@ class Prefill:
         """
         self._loop._recover()
         (sequence,) = self.batch.sequences
-        written = self._loop.store.committed_tokens(sequence) - self.start
-        if not 0 <= written <= self.ids.size:
-            raise pk.MisuseError(f"the prompt of {sequence}", clause="C9.4", got=f"{written + self.start}",
-                                 expected=f"{self.start} to {self.start + self.ids.size} committed tokens",
+        committed, own = self._loop.store.committed_tokens(sequence), self.start + self.written
+        if committed != own:
+            raise pk.MisuseError(f"the prompt of {sequence}", clause="C9.4", got=f"{committed}",
+                                 expected=f"{own} committed tokens, as its pieces have left it",
                                  remedy="begin another prompt; write nothing else while one is being written")
-        return self.ids.size - written
+        return self.ids.size - self.written
 
     def advance(self) -> int:
         """Write the next piece, `prefill_chunk` tokens or the rest, and return how many tokens are left.
@@ -564,7 +566,9 @@ _NO_FRONTIERS: Int32 = np.zeros(0, np.int32)
 
 
 def _stops(stop_tokens: Iterable[int]) -> frozenset[int]:
-    return _NO_STOPS if stop_tokens == () else frozenset(_token_ids("stop_tokens", stop_tokens).tolist())
+    if type(stop_tokens) is tuple and not stop_tokens:
+        return _NO_STOPS
+    return frozenset(_token_ids("stop_tokens", stop_tokens).tolist())
 
 
 def _token_ids(what: str, ids: Iterable[int]) -> Int32:
@@ -574,11 +578,12 @@ def _token_ids(what: str, ids: Iterable[int]) -> Int32:
         is_legal = not ids.size or (ids.min() >= 0 and ids.max() <= id_max)
         if is_legal:
             return np.array(ids, np.int32)
-    id_list = list(ids) if isinstance(ids, Iterable) else [None]
+    is_list = isinstance(ids, Iterable) and getattr(ids, "ndim", 1) > 0  # an array of no axes has no first id
+    id_list = list(ids) if is_list else [None]
     for token in id_list:
         if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token <= id_max:
             raise pk.MisuseError(what, expected=f"integer token ids from 0 to {id_max}",
-                                 got=repr(token) if isinstance(ids, Iterable) else repr(ids),
+                                 got=repr(token) if is_list else repr(ids),
                                  remedy="pass what the tokenizer gave", clause="C14.4")
     return np.array(id_list, np.int32)
 

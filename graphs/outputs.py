@@ -36,10 +36,11 @@ REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 class StepTokens(Mapping[pk.Sequence, list[int]]):
     """New tokens of each sequence that got any, in the order of the step; builds its lists when somebody asks."""
 
-    __slots__ = ("_lists", "_parts")
+    __slots__ = ("_lists", "_order", "_parts")
 
-    def __init__(self, parts: SequenceOf[Sampled]) -> None:
+    def __init__(self, parts: SequenceOf[Sampled], order: SequenceOf[pk.Sequence] = ()) -> None:
         self._parts = parts
+        self._order = order  # of all sequences, where that of the parts is another one
         self._lists: dict[pk.Sequence, list[int]] | None = None
 
     def __getitem__(self, sequence: pk.Sequence) -> list[int]:
@@ -66,6 +67,8 @@ class StepTokens(Mapping[pk.Sequence, list[int]]):
             for sequences, tokens in self._parts:
                 for sequence, token in zip(sequences, tokens.tolist(), strict=True):
                     lists.setdefault(sequence, []).append(token)
+            if self._order:
+                lists = {sequence: lists[sequence] for sequence in self._order if sequence in lists}
             self._lists = lists
         return lists
 
@@ -146,7 +149,7 @@ class Outputs(NamedTuple):
             delivered = Outputs(self.handles, self.serials, self.last_tokens, self.tokens_left, self.reasons)
             return StepTokens(self.undelivered), delivered
         kept, taken = self._split(set(sequences))
-        return StepTokens(taken), self._replace(undelivered=kept)
+        return StepTokens(taken, sequences), self._replace(undelivered=kept)
 
     def _split(self, sequences: set[pk.Sequence]) -> tuple[tuple[Sampled, ...], tuple[Sampled, ...]]:
         """Return the undelivered tokens of all other sequences, and of these."""

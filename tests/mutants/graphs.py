@@ -6,11 +6,12 @@ from tests.mutants.mutant import GONE, Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("C9.2", "the loop never begins a round", "graphs/decode_loop.py",
-           "if running and self.store.config.kv_lease_growth:", "if False:", "graphs/test_growth_loop.py"),
+           "if chosen.batch is not None and self.store.config.kv_lease_growth:", "if False:",
+           "graphs/test_growth_loop.py"),
     Mutant("C9.2", "a row ends as soon as it is not extended", "graphs/decode_loop.py",
-           "strict=True) if not covered}", "strict=True)}", "graphs/test_growth_loop.py"),
+           "batch.rows[self.store.covered_columns(batch) == 0]", "batch.rows", "graphs/test_growth_loop.py"),
     Mutant("C9.2", "a row that nothing covers is launched", "graphs/decode_loop.py",
-           '_replace(reason="length")', GONE, "graphs/test_growth_loop.py"),
+           "self._outputs.with_reason(ended, LENGTH)", GONE, "graphs/test_growth_loop.py"),
     Mutant("C9.5", "the frontiers of an interrupted step stay", "graphs/decode_loop.py",
            "self.store.truncate(sequence, frontier)", "pass", "hostile/test_loop_interrupts.py -k step"),
     Mutant("C9.5", "an interrupted step is forgotten", "graphs/decode_loop.py",
