@@ -10,6 +10,7 @@ import pytest
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
 from pagedkv.ledger import active_spaces
 from pagedkv.ledger.active_spaces import UNMAPPED, ActiveSpaces, TableSlices, Tokens
+from pagedkv.ledger.batch import Batch, Columns
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.pages import LogicalPages
 from pagedkv.ledger.pool import DevicePageLease, PagePool
@@ -230,6 +231,18 @@ def test_trim_returns_what_neither_frontier_nor_provisional_needs(committed: int
     assert ends(spaces, 1) == [0, 256, 256, 256]
     assert trim_to(spaces, provisional) == 0
     assert spaces.trim(slice(0, 2)) == 4 + kept - -(-committed // 64)
+
+
+@pytest.mark.parametrize("provisional", [1, 70, 200])
+def test_what_provisional_columns_kept_is_trimmed_later(provisional: int) -> None:
+    """Nothing trails behind them: this does not end what a later trim looks for.  (C9.6)"""
+    spaces = written(256, 60)
+    first, again = (trim_to(spaces, provisional) for _ in range(2))
+
+    assert (again, spaces.trim(slice(0, 1))) == (0, 3 - first)
+    assert spaces.trim(slice(0, 2)) == 0
+    map_to(spaces, 65, 1)
+    assert spaces.trim(slice(0, 2)) == 2
 
 
 def test_a_trimmed_page_comes_back_as_another_page() -> None:
@@ -470,6 +483,39 @@ def test_one_unit_publishes_the_slices_of_all_its_rows_at_once() -> None:
     assert unit.columns["main"].tolist() == [129, 4, 1]
     ledger.commit_unit(unit, {"main": [128, 3, 1]})
     assert [frontier(ledger, sequence) for sequence in sequences] == [1, 63, 128]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("max_context", [1, 65, 192, 200])
+@pytest.mark.parametrize("width", [1, 16, 17, 64, 65, 130])
+def test_units_of_any_width_reach_the_last_position_and_no_further(width: int, max_context: int, rows: int) -> None:
+    """S at and inside a page, one row and several, at the same places and at different ones.  (C9.3, C11.1, C11.2)"""
+    ledger = make_ledger(max_concurrency=rows, max_context=max_context)
+    sequences = [activate(ledger, max_context) for _ in range(rows)]
+    spaces = ledger.active["main"]
+    published = np.full_like(spaces.table, UNMAPPED)
+
+    def run(batch: Batch, columns: Columns) -> None:
+        unit, slices = ledger.begin_unit("step", batch, {"main": columns})
+        if slices:
+            entries = slices["main"].flat()
+            published[entries] = spaces.table[entries]
+        for sequence in batch.sequences:
+            first, count = frontier(ledger, sequence), unit.columns["main"][list(batch.sequences).index(sequence)]
+            assert published[sequence.row].tolist()[: -(-(first + count) // 64)] == mapped(ledger, sequence)
+        ledger.commit_unit(unit)
+
+    for row, sequence in enumerate(sequences[1:], 1):
+        run(ledger.batch([sequence]), min(7 * row, max_context))
+    batch = ledger.batch(sequences)
+    while max(frontier(ledger, sequence) for sequence in sequences) + width <= max_context:
+        run(batch, width)
+    with refused(MisuseError, "C11.2", ledger):
+        ledger.begin_unit("step", batch, {"main": width})
+    run(batch, [max_context - frontier(ledger, sequence) for sequence in sequences])
+    for columns in (1, [0] * (rows - 1) + [1]):
+        with refused(MisuseError, "C11.2", ledger, match=f"from position {max_context} on"):
+            ledger.begin_unit("step", batch, {"main": columns})
 
 
 def test_columns_at_or_beyond_the_context_are_refused_before_launch() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import DecodeLoop, StepTokens
+from pagedkv.graphs import DecodeLoop, Prefill, StepTokens
 from tests.hostile.interrupt import ERRORS, Interrupt
 from tests.toy_model import ToyModel, prompt
 
@@ -32,6 +32,7 @@ class Stage:
         for _ in range(2):
             self.loop.step(self.running)
         self.fresh = self.store.activate(prompt_tokens=40, output_tokens=20)
+        self.pieces: Prefill | None = None
         self.delivered: StepTokens | None = None
         self.texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in [*self.running, self.fresh]}
 
@@ -39,6 +40,13 @@ class Stage:
         """Prefill the third sequence in three chunks, unless an interrupt came after its end."""
         if not self.store.committed_tokens(self.fresh):
             self.loop.prefill(self.fresh, prompt(40, 9))
+
+    def prefill_in_pieces(self) -> None:
+        """Prefill the third sequence piece by piece, and go on with the prompt that has begun."""
+        if self.pieces is None:
+            self.pieces = self.loop.begin_prefill(self.fresh, prompt(40, 9))
+        while self.pieces.advance():
+            pass
 
     def step(self) -> None:
         """Advance the two sequences, and note their tokens, of an interrupted call those that it was to note."""
@@ -61,7 +69,9 @@ class Stage:
         return [tokens[:7] for tokens in self.texts.values()]
 
 
-CALLS: dict[str, Callable[[Stage], object]] = {"step": Stage.step, "prefill": Stage.prefill}
+CALLS: dict[str, Callable[[Stage], object]] = {
+    "step": Stage.step, "prefill": Stage.prefill, "prefill in pieces": Stage.prefill_in_pieces,
+}
 
 
 @pytest.mark.parametrize(("error", "every"), ERRORS)
