@@ -358,6 +358,25 @@ def test_a_frozen_prefix_does_not_stop_mapping_for_the_next_unit() -> None:
     assert (frontier(ledger, sequence), len(mapped(ledger, sequence))) == (10, 3)
 
 
+@pytest.mark.parametrize("committed", [1, 63, 64, 65, 100])
+@pytest.mark.parametrize("columns", [1, 63, 64, 65, 66, 128, 129])
+@pytest.mark.parametrize("way", ["reject", "fail", "ensure"])
+def test_a_trim_finds_what_was_mapped_after_the_last_trim(way: str, columns: int, committed: int) -> None:
+    """One page, or several, in a window that is bound already; then nothing more.  (C6.5, C9.3, C9.6)"""
+    ledger, sequence = running(320, max_context=320, written=committed)
+    kept = -(-committed // 64)
+    for _ in range(2):
+        assert trim(ledger, sequence) == 0
+        if way == "ensure":
+            ledger.ensure_mapped_to_tokens(sequence, committed + columns, "main")
+        else:
+            unit, _ = begin(ledger, sequence, columns)
+            ledger.commit_unit(unit, {"main": 0}) if way == "reject" else ledger.fail_unit(unit)
+        pages = -(-(committed + columns) // 64)
+        assert (len(mapped(ledger, sequence)), counts(ledger)) == (pages, (pages, 5 - pages, 5))
+        assert (trim(ledger, sequence), len(mapped(ledger, sequence))) == (pages - kept, kept)
+
+
 @pytest.mark.parametrize(("provisional", "trimmed"),
                          [(0, 2), (5, 2), (59, 1), (60, 1), (122, 1), (123, 0), (2**30 - 1, 0)])
 def test_provisional_columns_are_counted_from_the_frontier(provisional: int, trimmed: int) -> None:

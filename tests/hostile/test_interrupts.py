@@ -92,6 +92,7 @@ CALLS: dict[str, Callable[[Stage], object]] = {
     "poll": lambda on: on.store.poll(),
     "wait": lambda on: on.store.wait(on.flying),
     "commit": lambda on: on.store.commit(on.flying, {"main": 2, "mtp": 1}),
+    "commit everything": lambda on: on.store.commit(on.flying),
     "fail": lambda on: on.store.fail(on.flying),
     "begin_round": lambda on: on.store.begin_round(on.thin_batch),
     "covered_columns": lambda on: on.store.covered_columns(on.batch),
