@@ -76,7 +76,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "entries[2] = spaces.table[flat]", "entries[2] = spaces.members[flat]", "test_store.py -k cross_together"),
     Mutant("C11.2", "a published list ends where the buffer ends", "store/actions.py",
            "for first in range(0, new_slices.pages, most):", "for first in (0,):",
-           ("test_store.py -k cross_together", FUZZ)),
+           "test_store.py -k cross_together"),
     Mutant("C11.2", "a published list lacks its last entry", "store/actions.py",
            "part.size // 3, stream", "part.size // 3 - 1, stream", ("test_store.py -k cross_together", FUZZ)),
     Mutant("C11.2", "of one row's new pages the first is published", "store/actions.py",

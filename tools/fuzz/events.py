@@ -111,7 +111,8 @@ class WalkShape:
 
 
 def draw_shape(rng: random.Random) -> WalkShape:
-    """Draw a small store: any context or whole pages, one to five rows, at most the pages that all lanes can use, any backend.
+    """Draw a small store: any context, often of whole pages, one to five rows, at most the pages that all lanes can
+    use, any backend.
 
     One store of three has lease growth, more context than a first window, and fewer pages.
     """
