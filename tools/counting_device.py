@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.devices.protocol import Event, Extent, ModuleSpec, NodeRecord, Shape, Stream
+from pagedkv import Event, ModuleSpec, Stream
+
+Extent = tuple[int, int, int]
+Shape = int | tuple[int, ...]
 
 
 class CountingDevice:
@@ -140,7 +143,7 @@ class CountingEvent:
 class CountingGraph:
     """A graph without nodes."""
 
-    nodes: tuple[NodeRecord, ...] = ()
+    nodes = ()
 
     def __init__(self, device: CountingDevice) -> None:
         self._device = device

@@ -218,6 +218,7 @@ def test_words_that_are_kept_are_those_of_the_same_rows_and_columns() -> None:
     """C11.3: of a read-only column of rows; positions and tokens are always new, what a run leaves out is inert."""
     one, two, writable = np.array([2, 0]), np.array([1, 3]), np.array([3, 1])
     one.flags.writeable = two.flags.writeable = False
+    columns: Any
     with opened() as store:
         control = ControlBuffers(store, batch=4, width=1)
         for number, (rows, columns) in enumerate([

@@ -182,7 +182,8 @@ def test_a_turn_begins_with_the_token_that_was_sampled_last(way: str) -> None:
             with refused(pk.MisuseError, "C2.2", loop._outputs, match="25 committed tokens .*none; pass last_token="):
                 call(sequence, turn)
         assert store.committed_tokens(sequence) == 25
-        loop.prefill(sequence, turn, last_token=np.int64(last))
+        scalar: Any = np.int64(last)
+        loop.prefill(sequence, turn, last_token=scalar)
         assert store.committed_tokens(sequence) == 25 + 31
         tokens = loop.step([sequence])[sequence] + loop.step([sequence])[sequence]
 
@@ -235,10 +236,10 @@ def test_a_last_token_counts_against_the_budget() -> None:
     *(np.dtype(f"{sign}int{bits}").type for sign in ("", "u") for bits in (8, 16, 32, 64)), list, tuple, iter,
     lambda ids: np.repeat(np.array(ids), 2)[::2], lambda ids: [np.int16(one) for one in ids],
 ])
-def test_a_prompt_is_integers_in_any_form(form: Callable[[Any], Any]) -> None:
+def test_a_prompt_is_integers_in_any_form(form: Any) -> None:
     """C14.4: arrays of each type, contiguous or not, and what can be walked once; stop tokens too."""
     ids = [5, 9, 0, 127, 3]
-    given = np.array(ids, form) if isinstance(form, type) and issubclass(form, np.generic) else form(ids)
+    given: Any = np.array(ids, form) if isinstance(form, type) and issubclass(form, np.generic) else form(ids)
     with opened() as store:
         loop = loop_of(store)
         sequence = store.activate(prompt_tokens=5, output_tokens=6)
@@ -265,6 +266,7 @@ def test_what_is_no_id_is_refused_in_a_prompt_and_in_stop_tokens(bad: Any) -> No
             with refused(pk.MisuseError, "C14.4", loop._outputs, match=f"integer token ids from 0 to {ID_MAX}"):
                 call()
         assert store.committed_tokens(sequence) == 0
+        empty: Any
         for empty in ([], np.zeros(0, np.int64), np.zeros(0)):
             with refused(pk.MisuseError, "C9.2", loop._outputs, match="a prompt of 0 tokens"):
                 loop.prefill(sequence, empty)

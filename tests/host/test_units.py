@@ -220,7 +220,7 @@ def test_a_count_that_is_none_is_refused_in_the_last_entry_too(
     """Negative, more than was written, or no integer; `object` is a list.  (C9.5, C14.4)"""
     ledger, sequences = several(3, max_concurrency=3)
     unit, _ = begin(ledger, sequences[:entries], 3)
-    counts = [True if dtype is np.bool_ else 1] * (entries - 1) + [bad]
+    counts: Any = [True if dtype is np.bool_ else 1] * (entries - 1) + [bad]
 
     with refused(MisuseError, clause, ledger):
         ledger.commit_unit(unit, {"main": counts if dtype is object else np.array(counts, dtype)})
