@@ -14,6 +14,7 @@ is refused.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from dataclasses import dataclass
 
@@ -103,11 +104,10 @@ class Sequences:
     def require_all_current(self, sequences: tuple[Sequence, ...]) -> None:
         """Refuse the first handle that `require_current` refuses; handles that the store made cost no call each."""
         current = self.current
-        try:
-            if all(map(operator.is_, [current[sequence.row] for sequence in sequences], sequences)):
-                return
-        except Exception:  # noqa: BLE001 - something else than a handle; the loop below says so
-            pass
+        if set(map(type, sequences)) <= {Sequence}:
+            with contextlib.suppress(IndexError, TypeError):  # a forged handle, whose row is none
+                if all(map(operator.is_, [current[sequence.row] for sequence in sequences], sequences)):
+                    return
         for sequence in sequences:
             self.require_current(sequence)
 
