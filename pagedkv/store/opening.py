@@ -53,9 +53,10 @@ def _open(
     config: StoreConfig, device: Device, target: str | PathLike[str] | TextSink | None, *, owns_device: bool
 ) -> Store:
     """Resolve automatic capacity, open the journal, and build the store; after an error, close the journal."""
-    if not all(hasattr(device, name) for name in ("description", "stream", "empty", "load")):
+    if not all(hasattr(device, name) for name in ("description", "state", "stream", "empty", "load")):
         raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=shown(device),
                           remedy="pass a name, or what open_device returned", clause="C1.1")
+    device.state.check_outside_capture("opening a store")
     _LOG.info("device: %s", device.description)
     resolved: CapacityPlan | None = None
     if isinstance(config.kv_capacity, AutoCapacity):

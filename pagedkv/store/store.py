@@ -105,7 +105,8 @@ class Store:
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
         self._ledger = _build_ledger(config)
-        self._access = Access(self._ledger, self.stream)
+        self._access = Access(self._ledger, device.state)
+        device.state.users.join(self._access)
         self._journal = journal
         if journal is not None:
             self._ledger.record_in(JournalRecorder(self._ledger, journal))
@@ -164,6 +165,8 @@ class Store:
         A capture on the store's stream is aborted first.  Closing twice is harmless.
 
         Raises:
+            MisuseError: other stores use the device, which would close with this store; this store stays open.
+            CaptureRefused: a capture that began on another stream is on; this store stays open.
             DeviceFault: a kernel failed, or wrote beyond a buffer.
             JournalFailed: a line of the journal could not be written.
             The store is closed nevertheless, also after every other error of the stream.
@@ -171,15 +174,23 @@ class Store:
         if self._access.is_closed:
             return
         self._access.require_owner("close")
+        state = self.device.state
+        if self.owns_device and state.users.has_others(self._access):
+            raise MisuseError("close", expected="no other store on the device, which closes with this one",
+                              got="another one", clause="C1.1",
+                              remedy="close the other store first, or share a device of open_device")
+        if self.stream.is_capturing:
+            self.device.abort_capture(self.stream)
+        elif state.capturing_on:
+            state.check_outside_capture("close")
         try:
             try:
-                if self.stream.is_capturing:
-                    self.device.abort_capture(self.stream)
                 if self._access.fault is None:
                     with self._access:
                         self.stream.synchronize()
             finally:
                 self._access.is_closed = True
+                state.users.leave(self._access)
                 self.views.clear()
                 self.block_tables.clear()
                 self._slabs.clear()
@@ -228,7 +239,7 @@ class Store:
             CaptureRefused: there is a source, and the stream is capturing.
             DeviceFault: a copy or a publication failed; every claim was given back, the source is unchanged (C10.2).
         """
-        self._access.enter("activate", is_publishing=source is not None or self.sanitizer is not None)
+        self._access.enter("activate", reaches_device=source is not None or self.sanitizer is not None)
         return self._activate(ActivationTarget(prompt_tokens, output_tokens, source, frontier, keep_source))
 
     def activate(
@@ -298,7 +309,7 @@ class Store:
             MisuseError: a copy uses one of its pages; a state without `retain`; or with `retain`, Main has no committed
                 token, or a backend's frontier is beyond Main's (C13.2).
         """
-        self._access.enter("finish", is_publishing=self.sanitizer is not None)
+        self._access.enter("finish", reaches_device=self.sanitizer is not None)
         continuation = self._ledger.finish(sequence, retain=retain, state=state)
         self._settle()
         return continuation
@@ -310,7 +321,7 @@ class Store:
             StaleHandle: it has ended.
             MisuseError: a transfer uses one of its pages (C7.4).
         """
-        self._access.enter("abort", is_publishing=self.sanitizer is not None)
+        self._access.enter("abort", reaches_device=self.sanitizer is not None)
         has_ended = self._ledger.abort(sequence)
         self._settle()
         return has_ended
@@ -331,7 +342,7 @@ class Store:
             CaptureRefused: the stream is capturing, and a replay must not repeat the copy.
             DeviceFault: a copy failed; every claim was given back.
         """
-        self._access.enter("snapshot", is_publishing=True)
+        self._access.enter("snapshot", reaches_device=True)
         transaction = self._ledger.prepare_snapshot(sequence, state)
         if isinstance(transaction, Refusal):
             return transaction
@@ -455,7 +466,7 @@ class Store:
             CaptureRefused: the stream is capturing, and a replay must not repeat the publication.
             The error of a failed publication: the pages are members already, so the store is latched (C12.4).
         """
-        self._access.enter("begin_unit", is_publishing=True)
+        self._access.enter("begin_unit", reaches_device=True)
         by_pool = _counts_by_pool(columns)
         unit, slices = self._ledger.begin_unit(name, batch, by_pool)
         if slices:
@@ -470,7 +481,7 @@ class Store:
         Raises:
             MisuseError: the unit has ended, or is of another store.
         """
-        self._access.enter("submit")
+        self._access.enter("submit", reaches_device=True)
         self._ledger.units.require_open(unit, "submit")
         self._completed.discard(unit.number)  # first: after an interrupt the unit counts as not waited for
         with self._access:
@@ -480,7 +491,7 @@ class Store:
 
     def poll(self) -> list[Submission]:
         """Return the submitted units that the device has finished and that are not yet committed.  (C12.4)"""
-        self._access.enter("poll")
+        self._access.enter("poll", reaches_device=True)
         with self._access:
             for number, event in list(self._events.items()):
                 if event.query():
@@ -495,7 +506,7 @@ class Store:
             MisuseError: the unit has ended, or is of another store.
             DeviceFault: a kernel failed; the store is latched.
         """
-        self._access.enter("wait")
+        self._access.enter("wait", reaches_device=True)
         self._ledger.units.require_open(unit, "wait")
         with self._access:
             event = self._events.pop(unit.number, None)
@@ -516,7 +527,7 @@ class Store:
         Raises:
             MisuseError: the unit was not waited for, has ended, or wrote fewer columns; nothing changed.
         """
-        self._access.enter("commit", is_publishing=self.sanitizer is not None)
+        self._access.enter("commit", reaches_device=self.sanitizer is not None)
         by_pool = {} if accepted is None else _counts_by_pool(accepted)
         self._ledger.units.require_open(unit, "commit")
         if unit.number not in self._completed:
@@ -533,7 +544,7 @@ class Store:
         Raises:
             MisuseError, DeviceFault: as `wait`.
         """
-        self._access.enter("fail", is_publishing=self.sanitizer is not None)
+        self._access.enter("fail", reaches_device=True)
         self._ledger.units.require_open(unit, "fail")
         self.wait(unit)
         self._ledger.fail_unit(unit)
@@ -542,7 +553,7 @@ class Store:
 
     def launch_graph(self, graph: Graph) -> None:
         """Replay a captured graph on the store's stream; a device error latches the store.  (C12.4)"""
-        self._access.enter("launch_graph")
+        self._access.enter("launch_graph", reaches_device=True)
         if not hasattr(graph, "launch"):
             raise MisuseError("launch_graph", expected="a graph that end_capture gave", got=shown(graph),
                               remedy="capture the unit first", clause="C15.1")
@@ -554,7 +565,7 @@ class Store:
 
         The plan has an allowance for all these buffers.  If they exceed it, a warning is logged once.
         """
-        self._access.enter("graph_buffer")
+        self._access.enter("graph_buffer", reaches_device=True)
         with self._access:
             buffer = self.device.empty(shape, dtype)
         allowance = self.config.allowance_bytes
@@ -605,7 +616,7 @@ class Store:
             MisuseError: more than max_context tokens, or an unknown pool.
             StaleHandle: it has ended.
         """
-        self._access.enter("ensure_mapped_to_tokens", is_publishing=True)
+        self._access.enter("ensure_mapped_to_tokens", reaches_device=True)
         slices = self._ledger.ensure_mapped_to_tokens(sequence, tokens, pool)
         with self._access:
             self._actions.publish(slices)
@@ -624,7 +635,7 @@ class Store:
             MisuseError: an unknown pool, counts of another form, or a page that a transfer uses (C7.4).
             StaleHandle: one of the sequences has ended.
         """
-        self._access.enter("trim", is_publishing=self.sanitizer is not None)
+        self._access.enter("trim", reaches_device=self.sanitizer is not None)
         pages = self._ledger.trim(batch, pool, _counts(provisional))
         self._settle()
         return pages
@@ -643,7 +654,7 @@ class Store:
                 pool; or another space references or a copy uses one of the pages to cut (C7.4).
             StaleHandle: it has ended.
         """
-        self._access.enter("truncate", is_publishing=self.sanitizer is not None)
+        self._access.enter("truncate", reaches_device=self.sanitizer is not None)
         if isinstance(target, Continuation):
             self._ledger.truncate_continuation(target, tokens, pool)
         else:
@@ -690,7 +701,7 @@ class Store:
             AssertionError: an invariant is broken; the message names it.
             Corruption: in sanitizer mode, a table or a guard page was overwritten; the store is latched.
         """
-        self._access.enter("check")
+        self._access.enter("check", reaches_device=True)
         check_ledger(self._ledger)
         if self.sanitizer is not None:
             with self._access:
