@@ -372,7 +372,7 @@ class DecodeLoop:
         """Recover from an error; what goes wrong meanwhile becomes a note of it, and the next call tries again."""
         try:
             self._recover()
-        except Exception as second:  # noqa: BLE001 - a failed allocation too must not replace the first error
+        except (pk.PagedKVError, MemoryError) as second:
             error.add_note(f"and the loop could not take its step back: {second}")
 
     def _recover(self) -> None:

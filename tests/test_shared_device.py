@@ -18,7 +18,7 @@ import pytest
 import pagedkv as pk
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.cuda.device import CudaDevice
-from pagedkv.graphs import DecodeLoop
+from pagedkv.graphs import DecodeLoop, Unit
 from pagedkv.graphs.capture import UnitGraph
 from pagedkv.graphs.key import key_for
 from tests.cuda.fake_cupy import CUDARuntimeError
@@ -60,14 +60,14 @@ class Shared:
     def break_device(self) -> None:
         """Let all later work fail; on the cuda device also every wait, as CUDA's faults are sticky."""
         if isinstance(self.device, CudaDevice):
-            runtime = self.device._context.api
+            api = self.device._context.api
 
             def fail(*arguments: Any, **options: Any) -> None:
                 raise CUDARuntimeError(LAUNCH_FAILURE)
 
             for path in ("driver.launchKernel", "runtime.memcpyAsync", "Graph.launch", "runtime.streamSynchronize",
                          "runtime.eventSynchronize", "runtime.eventQuery", "runtime.eventRecord"):
-                runtime._targets[f"cuda.{path}"] = fail
+                api._targets[f"cuda.{path}"] = fail
         else:
             self.device._context.executor.run_one = self.crash
             self.device._context.executor.native_run = lambda *packed: 1
@@ -279,15 +279,13 @@ def test_the_end_of_one_store_leaves_the_other(device: pk.Device) -> None:
     store = pk.open_store(CONFIG, device)
 
     class Closing(ToyModel):
-        def enqueue(self, on: Any) -> None:
-            super().enqueue(on)
-            if on.stream.is_capturing:
-                self.store.close()
+        def enqueue(self, unit: Unit) -> None:
+            super().enqueue(unit)
+            if unit.stream.is_capturing:
+                store.close()
 
-    model = Closing(store)
-    model.store = store
     with pytest.raises(pk.CaptureRefused):
-        UnitGraph(store, model, KEY)
+        UnitGraph(store, Closing(store), KEY)
     other.finish(sequence)
     other.check()
     other.close()

@@ -192,6 +192,7 @@ class BaseDevice(ABC):
         own = own_stream(self._context, stream, "begin_capture")
         self._context.check_outside_capture("begin_capture")
         # First ours, then the driver's: after an interrupt in between, `abort_capture` ends both.
+        capture: Capture[Any]
         self._capture = own.capture = capture = Capture(own)
         self._context.capturing_on = own.label
         try:

@@ -99,8 +99,8 @@ class PageEvents:
 
         An error that is no Exception (an interrupt, an exit, a cancellation) leaves this call after every observer got
         every event.  An observer may use the store: this same call delivers the new events, after the pending ones.
-        If an interrupt ends this call outside of an observer, the next operation goes on with the event of that moment,
-        which an observer may get twice.
+        If an interrupt ends this call outside of an observer's call, the next operation goes on with the event of that
+        moment, which an observer may get twice.
         """
         if self._delivering is not None and self._is_on_the_stack(self._delivering):
             return

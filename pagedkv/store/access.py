@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
 
 from pagedkv.devices.protocol import DeviceState
 from pagedkv.errors import BrokenOff, DeviceFault, MisuseError, PagedKVError, StoreLatched
@@ -21,7 +20,7 @@ from pagedkv.ledger.ledger import Ledger
 
 
 class Access:
-    """Checks every call of one store.  As a context manager it latches the store if a device error leaves the block.
+    """Checks every call of one store, and latches it when its device reports a fault.
 
     Attributes:
         is_closed: written by the store alone.
@@ -36,15 +35,6 @@ class Access:
         self._broken_off: BrokenOff | None = None
         self._thread = threading.get_ident()
         self._process = os.getpid()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, DeviceFault):
-            self.latch(error)
 
     def enter(self, operation: str, *, reaches_device: bool = False) -> None:
         """Refuse a call of another thread or process, of a closed or latched store, or one that a capture forbids.

@@ -31,11 +31,15 @@ def open_store(
             overwritten and closed with the store, or an open text file.  If a line cannot be written, that is logged
             and the journal ends; operations stay valid, and `close` raises JournalFailed.
 
+    Several stores of one thread may be opened on one Device.  What they share, and what is refused, is in `Store`.
+
     Raises:
         ConfigError: `config` is not a StoreConfig, or asks for Host replicas, which this version lacks.
         CapacityError: capacity is automatic and too little memory is free; the error says what would fit.
         MissingRequirement: the device needs a package or a tool that is missing; the error says how to get it.
-        MisuseError: no such device, or a journal that cannot be written.
+        MisuseError: no such device, one that is closed or that stores of another thread use, or a journal that cannot
+            be written.
+        CaptureRefused: a stream of the device captures.
     """
     require_config(config)
     if not isinstance(device, str):

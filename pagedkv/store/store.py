@@ -90,6 +90,11 @@ class Store:
     raises MisuseError on a closed store or from another thread or process, and StoreLatched after a device error or an
     operation that broke off (C12.4).  Each method lists its further errors.  If copying table entries fails after
     memberships changed, the error is raised again and the store is latched (C11.2).
+
+    Several stores of one thread may share one device, for example one of `open_device`.  A fault of any launch on the
+    device latches all of them.  While a store is open, its device, its streams and `ops` refuse other threads and a
+    forked process.  While any stream of the device captures, every method that reaches the device raises CaptureRefused
+    and changes nothing; after the capture it works again.  A store that owns its device closes last.
     """
 
     def __init__(
@@ -186,8 +191,7 @@ class Store:
         try:
             try:
                 if self._access.fault is None:
-                    with self._access:
-                        self.stream.synchronize()
+                    self.stream.synchronize()
             finally:
                 self._access.is_closed = True
                 state.users.leave(self._access)
@@ -205,7 +209,9 @@ class Store:
             self._journal.close()
 
     def latch(self, fault: DeviceFault) -> None:
-        """Stop the store after a device error in a caller's launch; the first one becomes the evidence.  (C12.4)
+        """Stop the store after a device error; the first one becomes the evidence.  (C12.4)
+
+        The device calls this itself, for every open store; a caller needs it only for work that bypasses the device.
 
         Raises:
             MisuseError: `fault` is no DeviceFault.
@@ -470,8 +476,7 @@ class Store:
         by_pool = _counts_by_pool(columns)
         unit, slices = self._ledger.begin_unit(name, batch, by_pool)
         if slices:
-            with self._access:
-                self._actions.publish(slices)
+            self._actions.publish(slices)
         self._settle()
         return unit
 
@@ -484,19 +489,17 @@ class Store:
         self._access.enter("submit", reaches_device=True)
         self._ledger.units.require_open(unit, "submit")
         self._completed.discard(unit.number)  # first: after an interrupt the unit counts as not waited for
-        with self._access:
-            event = self.device.event()
-            self.stream.record(event)
+        event = self.device.event()
+        self.stream.record(event)
         self._events[unit.number] = event
 
     def poll(self) -> list[Submission]:
         """Return the submitted units that the device has finished and that are not yet committed.  (C12.4)"""
         self._access.enter("poll", reaches_device=True)
-        with self._access:
-            for number, event in list(self._events.items()):
-                if event.query():
-                    self._completed.add(number)
-                    del self._events[number]
+        for number, event in list(self._events.items()):
+            if event.query():
+                self._completed.add(number)
+                del self._events[number]
         return [unit for unit in self._ledger.units.in_flight if unit.number in self._completed]
 
     def wait(self, unit: Submission) -> None:
@@ -508,12 +511,11 @@ class Store:
         """
         self._access.enter("wait", reaches_device=True)
         self._ledger.units.require_open(unit, "wait")
-        with self._access:
-            event = self._events.pop(unit.number, None)
-            if event is not None:
-                event.synchronize()
-            elif unit.number not in self._completed:
-                self.stream.synchronize()
+        event = self._events.pop(unit.number, None)
+        if event is not None:
+            event.synchronize()
+        elif unit.number not in self._completed:
+            self.stream.synchronize()
         self._completed.add(unit.number)
 
     def commit(self, unit: Submission, accepted: Columns | Mapping[str, Columns] | None = None) -> None:
@@ -557,8 +559,7 @@ class Store:
         if not hasattr(graph, "launch"):
             raise MisuseError("launch_graph", expected="a graph that end_capture gave", got=shown(graph),
                               remedy="capture the unit first", clause="C15.1")
-        with self._access:
-            graph.launch(self.stream)
+        graph.launch(self.stream)
 
     def graph_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """Allocate a buffer for a captured unit, and add it to `graph_bytes`.  (C5.4)
@@ -566,8 +567,7 @@ class Store:
         The plan has an allowance for all these buffers.  If they exceed it, a warning is logged once.
         """
         self._access.enter("graph_buffer", reaches_device=True)
-        with self._access:
-            buffer = self.device.empty(shape, dtype)
+        buffer = self.device.empty(shape, dtype)
         allowance = self.config.allowance_bytes
         is_first_excess = self.graph_bytes <= allowance < self.graph_bytes + int(buffer.nbytes)
         self.graph_bytes += int(buffer.nbytes)
@@ -618,8 +618,7 @@ class Store:
         """
         self._access.enter("ensure_mapped_to_tokens", reaches_device=True)
         slices = self._ledger.ensure_mapped_to_tokens(sequence, tokens, pool)
-        with self._access:
-            self._actions.publish(slices)
+        self._actions.publish(slices)
         self._settle()
 
     def trim(self, batch: Batch, pool: str = "main", provisional: Columns = 0) -> int:
@@ -704,10 +703,8 @@ class Store:
         self._access.enter("check", reaches_device=True)
         check_ledger(self._ledger)
         if self.sanitizer is not None:
-            with self._access:
-                self.sanitizer.check()
-        with self._access:
-            self._actions.check_tables()
+            self.sanitizer.check()
+        self._actions.check_tables()
 
     def memory_summary(self) -> dict[str, dict[str, int]]:
         """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; a latched store answers too."""
@@ -766,9 +763,8 @@ class Store:
     def _follow(self, transaction: Transaction) -> None:
         """Copy the tails of a transaction and publish its tables; after an error, give every claim back.  (C10.2)"""
         try:
-            with self._access:
-                self._actions.copy_tails(transaction.copies)
-                self._actions.publish_memberships(transaction.row, transaction.tables)
+            self._actions.copy_tails(transaction.copies)
+            self._actions.publish_memberships(transaction.row, transaction.tables)
         except BaseException as error:
             with Caught(error):
                 self._ledger.abort_transaction(transaction)
@@ -779,8 +775,7 @@ class Store:
     def _settle(self) -> None:
         """End an operation: withdraw table entries (sanitizer mode), confirm the ledger, deliver its events."""
         if self.sanitizer is not None:
-            with self._access:
-                self.sanitizer.withdraw()
+            self.sanitizer.withdraw()
         self._ledger.unsettled = ""
         if self._ledger.events.pending:
             self._ledger.events.deliver()

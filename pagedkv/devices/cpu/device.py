@@ -142,8 +142,7 @@ class CpuDevice(BaseDevice):
         """Give host memory for reading; in deferred mode StreamHazard for a read before the wait."""
         if self._context.queues is not None and array.nbytes:
             start = address_of(array)
-            with self._context.users:
-                self._context.queues.require_readable((start, start + array.nbytes))
+            self._context.queues.require_readable((start, start + array.nbytes))
         return array
 
     # -- how checked work runs -----------------------------------------------------------------------------
