@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import logging
 
 import pytest
@@ -227,6 +228,7 @@ def test_an_interrupt_in_an_observer_comes_out_after_every_delivery(error: type[
 
 def test_an_interrupt_at_any_line_of_a_delivery_loses_no_event() -> None:
     """C12.4: the next delivery goes on, and an event may come twice; an observer's call that is cut off has ended."""
+    is_of_observer = False
     given, at, has_ended = [PageEvent("trim", "main", 0, block, (block,)) for block in range(4)], 0, False
     while not has_ended:
         at += 1
@@ -237,14 +239,13 @@ def test_an_interrupt_at_any_line_of_a_delivery_loses_no_event() -> None:
             with Interrupt(at, KeyboardInterrupt):
                 events.deliver()
             has_ended = True
-        except KeyboardInterrupt:
-            pass
+        except KeyboardInterrupt as error:
+            file, _, line = str(error).rpartition(": ")[2].rpartition(":")
+            is_of_observer = linecache.getline(file, int(line)).strip() == "observer(event)"
         events.pending += given[2:]
         events.deliver()
 
-        lost = [event for event in given if event not in heard]
-        assert [event for event in given if event not in lost] == list(dict.fromkeys(heard))
-        assert not lost or (len(lost), lost[0] in given[:2], len(heard)) == (1, True, 3), f"interrupted at line {at}"
+        assert given == list(dict.fromkeys(heard)) or (is_of_observer and len(heard) == 3), f"interrupted at line {at}"
     assert at > 10
 
 

@@ -90,7 +90,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "self._follow(transaction)", 'self._ledger.unsettled = ""; self._follow(transaction)',
            interrupted("snapshot", every=3)),
     Mutant("C11.2", "a mapping counts as settled before it is published", "store/store.py:ensure_mapped_to_tokens",
-           "with self._access:", 'self._ledger.unsettled = ""\n        with self._access:',
+           "self._actions.publish(slices)", 'self._ledger.unsettled = ""; self._actions.publish(slices)',
            interrupted("ensure_mapped_to_tokens")),
     Mutant("C10.2", "an activation that was given back latches the store", "store/store.py:_follow",
            "self._settle()", GONE, FUZZ),
