@@ -234,15 +234,7 @@ class DecodeLoop:
             StaleHandle: a sequence that has not ended was finished in the store; nothing was delivered.
         """
         outputs = self._outputs_of(sequences)
-        delivered = self._advance(outputs, frozenset(_token_ids("stop_tokens", stop_tokens).tolist()))
-        remaining = self._without(delivered)
-        before = self._outputs
-        try:
-            self._outputs = remaining
-            return delivered  # noqa: TRY300 - an interrupt before the caller has the tokens is an error too
-        except BaseException:  # an interrupt: the caller has got nothing
-            self._outputs = before
-            raise
+        return self._hand_over(self._advance(outputs, frozenset(_token_ids("stop_tokens", stop_tokens).tolist())))
 
     def decode(
         self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
@@ -290,17 +282,26 @@ class DecodeLoop:
         self.statistics.decoded_tokens += sum(map(len, delivered.values()))
         return delivered
 
-    def _without(self, delivered: dict[pk.Sequence, list[int]]) -> dict[pk.Sequence, _Output]:
-        """Return the outputs of all sequences when these tokens are delivered."""
-        return self._outputs | {sequence: self._outputs[sequence]._replace(undelivered=()) for sequence in delivered}
+    def _hand_over(self, delivered: dict[pk.Sequence, list[int]]) -> dict[pk.Sequence, list[int]]:
+        """Return tokens, which then count as delivered; after an interrupt they do not.
+
+        A caller passes the answer on in the same statement, so that no interrupt comes in between.
+        """
+        before = self._outputs
+        after = before | {sequence: before[sequence]._replace(undelivered=()) for sequence in delivered}
+        try:
+            self._outputs = after
+            return delivered  # noqa: TRY300 - an interrupt before the caller has the tokens is an error too
+        except BaseException:  # an interrupt: the caller has got nothing
+            self._outputs = before
+            raise
 
     def _steps(
         self, outputs: dict[pk.Sequence, _Output], stops: frozenset[int]
     ) -> Iterator[dict[pk.Sequence, list[int]]]:
         while delivered := self._advance(outputs, stops):
-            self._outputs = self._without(delivered)
             running = [sequence for sequence in outputs if self._outputs[sequence].reason is None]
-            yield delivered
+            yield self._hand_over(delivered)
             outputs = self._outputs_of(running)  # the caller may have forgotten one
 
     def _decode(self, running: list[pk.Sequence], stops: frozenset[int]) -> None:
@@ -374,7 +375,7 @@ class DecodeLoop:
         """Recover from an error; what goes wrong meanwhile becomes a note of it, and the next call tries again."""
         try:
             self._recover()
-        except pk.PagedKVError as second:
+        except (pk.PagedKVError, MemoryError) as second:
             error.add_note(f"and the loop could not take its step back: {second}")
 
     def _recover(self) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 
 from pagedkv.devices.memory import BaseMemory
+from pagedkv.devices.users import Users
 from pagedkv.errors import CaptureRefused, MisuseError
 
 _contexts: weakref.WeakSet[BaseContext] = weakref.WeakSet()
@@ -24,14 +26,16 @@ class BaseContext(ABC):
     Attributes:
         name: "cpu" or "cuda".
         memory: the device's allocations.
+        users: the open stores of the device; while there are any, only their thread may use it.
         unusable: why the device cannot be used; empty while it is open.
         capturing_on: label of the stream on which a capture began; empty when none is on.  The device writes it.
     """
 
     memory: BaseMemory
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, users: Users) -> None:
         self.name = name
+        self.users = users
         self.capturing_on = ""
         self.unusable = ""
         _contexts.add(self)
@@ -42,7 +46,9 @@ class BaseContext(ABC):
         """Counted calls so far."""
 
     def check_usable(self) -> None:
-        """Refuse use after `close`, and in the child of a fork, where threads and CUDA do not live."""
+        """Refuse use by another thread than the stores', after `close`, and in the child of a fork."""
+        if self.users.thread != get_ident():
+            self.users.check_thread(f"use of the {self.name} device")
         if self.unusable:
             raise MisuseError(
                 f"use of the {self.name} device", expected="an open device in the process that made it",
@@ -51,8 +57,7 @@ class BaseContext(ABC):
 
     def check_outside_capture(self, what: str) -> None:
         """Refuse an unusable device, and what CUDA forbids while any stream captures."""
-        if self.unusable:
-            self.check_usable()
+        self.check_usable()
         if self.capturing_on:
             raise CaptureRefused(
                 what, expected="no capture on this device", got=f"one that began on {self.capturing_on}",

@@ -21,7 +21,7 @@ from pagedkv.devices.kernels import BaseModule
 from pagedkv.devices.memory import check_allocation
 from pagedkv.devices.protocol import Event, ModuleSpec, Shape, Stream
 from pagedkv.devices.streams import Capture, own_stream
-from pagedkv.errors import CaptureRefused, DeviceFault, MisuseError
+from pagedkv.errors import CaptureRefused, DeviceFault, MisuseError, PagedKVError
 
 _SCALARS = (int, float, bool, np.generic)
 
@@ -44,6 +44,11 @@ class BaseDevice(ABC):
         return f"<{self.description}>"
 
     # -- what it is ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> BaseContext:
+        """Who uses the device, and whether it can be used now."""
+        return self._context
 
     @property
     def description(self) -> str:
@@ -186,9 +191,15 @@ class BaseDevice(ABC):
         """Record the later submissions to `stream`, and to streams that join it."""
         own = own_stream(self._context, stream, "begin_capture")
         self._context.check_outside_capture("begin_capture")
-        self._begin_native(own)
-        self._capture = own.capture = Capture(own)
+        # First ours, then the driver's: after an interrupt in between, `abort_capture` ends both.
+        capture: Capture[Any]
+        self._capture = own.capture = capture = Capture(own)
         self._context.capturing_on = own.label
+        try:
+            self._begin_native(own)
+        except PagedKVError:  # the driver refused
+            self._drop(capture)
+            raise
 
     def end_capture(self, stream: Stream) -> Any:
         """Stop recording and give the graph."""
@@ -210,15 +221,18 @@ class BaseDevice(ABC):
     def abort_capture(self, stream: Stream) -> None:
         """Stop recording and drop what was recorded."""
         capture = self._capture_of(stream, "abort_capture")
-        self._drop(capture)
-        # CUDA says what broke the capture; the caller aborts and needs no error.  A fault of the device comes back
-        # with the next call.
-        with contextlib.suppress(CaptureRefused, DeviceFault):
-            self._end_native(capture.origin)
+        try:
+            # CUDA says what broke the capture; the caller aborts and needs no error.  A fault has latched the stores.
+            with contextlib.suppress(CaptureRefused, DeviceFault):
+                self._end_native(capture.origin)
+        finally:
+            self._drop(capture)
 
     def close(self) -> None:
         """Release threads, modules and workspaces; arrays stay readable.  Closing twice is legal."""
-        self._capture = None
+        self._context.users.check_thread(f"close of the {self.name} device")
+        if self._capture is not None:
+            self._drop(self._capture)
         self._modules.clear()
         self._context.close()
 
@@ -245,9 +259,9 @@ class BaseDevice(ABC):
         return self._capture
 
     def _drop(self, capture: Capture[Any]) -> None:
-        self._capture = None
-        self._context.capturing_on = ""
         capture.close()
+        self._context.capturing_on = ""
+        self._capture = None  # last: after an interrupt in between, `abort_capture` does the rest
 
 
 def _copy_refusal(expected: str, got: str) -> MisuseError:

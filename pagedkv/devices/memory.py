@@ -32,8 +32,8 @@ class HostAllocation:
     __slots__ = ("__array_interface__", "__weakref__", "is_pinned", "memory")
 
     def __init__(self, memory: BaseMemory, *, is_pinned: bool) -> None:
-        self.memory = memory
         self.is_pinned = is_pinned
+        self.memory = memory
         self.__array_interface__: dict[str, object] = {}
 
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

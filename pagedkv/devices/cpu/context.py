@@ -12,6 +12,7 @@ from pagedkv.devices.context import BaseContext
 from pagedkv.devices.cpu.deferred import Queues
 from pagedkv.devices.cpu.memory import Memory, address_of
 from pagedkv.devices.cpu.runtime import ORDERS, Executor
+from pagedkv.devices.users import Users
 from pagedkv.errors import CapacityError, DeviceFault
 
 
@@ -38,7 +39,7 @@ class CpuContext(BaseContext):
                 "the cpu device", expected="memory for its runtime", got="none", remedy="free memory", clause="C12.4"
             )
         self._finalizer = weakref.finalize(self, library.pk_device_destroy, self._handle)
-        super().__init__("cpu")
+        super().__init__("cpu", Users())
         self.memory = Memory(library)
         self.executor = Executor(library, self._handle, self.memory)
         self.queues = None if schedule is None else Queues(self.memory, self.executor, schedule=schedule, seed=seed)
@@ -50,11 +51,13 @@ class CpuContext(BaseContext):
     def raise_overwritten(self, lines: list[str]) -> None:
         """Raise DeviceFault for overwritten canaries, if there are any."""
         if lines:
-            raise DeviceFault(
+            fault = DeviceFault(
                 "memory around a buffer", expected="the canary bytes written at its allocation", got="; ".join(lines),
                 remedy="look for a kernel or a host write past the end of the buffer", clause="C12.4",
                 kernel="", block=None, thread=None, address=None, buffer=lines[0], reason=lines[0],
             )
+            self.users.report(fault)
+            raise fault
 
     def raise_violations(self) -> None:
         """Raise DeviceFault for canaries that were overwritten when their buffers were freed."""

@@ -25,7 +25,7 @@ class CudaContext(BaseContext):
     memory: CudaMemory
 
     def __init__(self, api: CudaRuntime) -> None:
-        super().__init__("cuda")
+        super().__init__("cuda", api.users)
         self.api = api
         self.index = int(api.invoke("cuda.runtime.getDevice"))
         self.memory = CudaMemory(api, self.index)
