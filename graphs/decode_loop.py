@@ -437,5 +437,5 @@ def _refuse_samples(key: GraphKey, sampled: Int32) -> NoReturn:
     """Refuse a negative token: the model wrote it, or wrote no token in the first run of the shape."""
     raise pk.MisuseError(
         f"tokens sampled by {key}", expected="ids of 0 or more after live columns", got=sampled.tolist(),
-        remedy="write next_tokens of every live column in the model", clause="C14.4",
+        remedy="write next_tokens of every live column in the model, from finite logits", clause="C14.4",
     )
