@@ -110,7 +110,7 @@ class PageEvents:
                     if not isinstance(caught.error, Exception):
                         first = first or caught.error
                     else:
-                        _LOG.error("observer %r failed at %s; the operation is valid", observer, event,
+                        _LOG.error("observer %s failed at %s; the operation is valid", shown(observer), event,
                                    exc_info=caught.error)
         finally:
             self._is_delivering = False

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pagedkv.errors import Caught, ConfigError, MisuseError, PagedKVError
+from pagedkv.errors import Caught, ConfigError, MisuseError, PagedKVError, shown
 from pagedkv.ledger.active_spaces import WINDOW_PAGES
 from pagedkv.ledger.check import check_ledger
 from pagedkv.ledger.ledger import RECORDED, Ledger
@@ -78,7 +78,7 @@ def replay_journal(lines: Iterable[str], *, name: str = "the journal", check_eve
             no error: a crash leaves such a line.
     """
     if type(check_every) is not int or check_every < 1:
-        raise MisuseError("check_every", expected="at least 1 operation", got=repr(check_every),
+        raise MisuseError("check_every", expected="at least 1 operation", got=shown(check_every),
                           remedy="pass 1 to check after each", clause="C16")
     reader = _Reader(lines, name)
     ledger, difference = reader.header()

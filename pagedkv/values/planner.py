@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from pagedkv.errors import CapacityError, ConfigError
+from pagedkv.errors import CapacityError, ConfigError, shown
+from pagedkv.values.checks import BYTES_MAX, checked_integer
 from pagedkv.values.config import CAPACITY_TOKENS_MAX, AutoCapacity, StoreConfig
 from pagedkv.values.layout import StoreLayout, build_layout
 from pagedkv.values.quantities import PAGE_TOKENS, pages_for_tokens
@@ -158,14 +159,13 @@ def plan(
         ConfigError: a negative count.
     """
     if not isinstance(config, StoreConfig):
-        raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
+        raise ConfigError("the configuration", expected="a StoreConfig", got=shown(config),
                           remedy="build a StoreConfig first", clause="C5.2")
     counts = {"free_bytes": free_bytes, "total_bytes": 0 if total_bytes is None else total_bytes,
               "cache_bytes": cache_bytes}
     for name, count in counts.items():
-        if type(count) is not int or count < 0:
-            raise ConfigError(name, expected="a count of bytes, 0 or more", got=repr(count),
-                              remedy="pass what the device reports", clause="C5.3")
+        checked_integer(name, count, 0, BYTES_MAX, remedy="pass what the device reports", clause="C5.3",
+                        kind=ConfigError)
     curve = capacity_curve(config)
     least, most = acceptable_pages(config)
     pages = curve.choose(budget_bytes=free_bytes - headroom_bytes(config), least=least, most=most)
