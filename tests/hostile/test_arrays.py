@@ -17,7 +17,7 @@ from tests.hostile.values import hostile_values
 from tests.kernels.arrays import scattered_table
 from tests.kernels.paged_cache import PagedCache, assert_same_planes
 
-CASES_MIN = 2141
+CASES_MIN = 2151
 CLAUSE = re.compile(r"C\d+(\.\d+)?|codecs \d+")
 
 

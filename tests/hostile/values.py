@@ -98,6 +98,7 @@ def hostile_values() -> Iterator[tuple[str, Any]]:
         ("list of speechless", [Speechless()]), ("list of thorny", [Thorny()]), ("thorny by pool", {"main": Thorny()}),
         ("endless list", endless), ("raising iterator", raising()), ("ragged", [[1], [1, 2]]),
         ("masked", np.ma.masked), ("masked array", np.ma.array([1, 2], mask=[False, True])),
+        ("masked count", np.ma.array([1], mask=[True])),
         ("matrix", np.matrix([[1]])), ("0-d", np.array(-1)), ("0-d float", np.array(0.5)),
         ("objects", np.array([None, Speechless()], object)), ("structured", np.zeros(1, "i4,f4")),
         ("big-endian", np.array([-1], ">i4")), ("texts", np.array(["a"])), ("floats", np.array([np.nan])),

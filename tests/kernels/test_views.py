@@ -77,6 +77,7 @@ def test_an_alias_names_the_profile(device: Device) -> None:
     (lambda d, a: {"block_tables": d.zeros((2, 4), np.int64)}, "block table"),
     (lambda d, a: {"block_tables": d.zeros((8,), np.int32)}, "block table"),
     (lambda d, a: {"block_tables": d.zeros((2, 8), np.int32)[:, ::2]}, "block table .* C-contiguous int32"),
+    (lambda d, a: {"block_tables": np.ma.array(d.pinned((2, 4), np.int32), copy=False)}, "block table"),
     (lambda d, a: {"max_context": 257}, "max_context"),
     (lambda d, a: {"max_context": 0}, "max_context"),
     (lambda d, a: {"num_kv_heads": 2}, "plane k_code"),
