@@ -94,12 +94,14 @@ def copy_columns(
     """
     named = check_planes(planes)
     pages = min((geometry.pages for _, geometry in planes), default=PAGES_MAX)
-    for name, number, low, high in (
-        ("the source page of copied columns", source, 0, pages - 1),
-        ("the destination page of copied columns", destination, 0, pages - 1),
-        ("the number of copied columns", columns, 1, PAGE_TOKENS),
-    ):
-        checked_integer(name, number, low, high, remedy="take page ids and columns from the ledgers", clause="C10.5")
+    source, destination, columns = (
+        checked_integer(f"the {name} of copied columns", number, low, high, takes_numpy=True, clause="C10.5",
+                        remedy="take page ids and columns from the ledgers")
+        for name, number, low, high in (
+            ("source page", source, 0, pages - 1), ("destination page", destination, 0, pages - 1),
+            ("number", columns, 1, PAGE_TOKENS),
+        )
+    )
     if source == destination:
         raise MisuseError("the destination page of copied columns", expected=f"another page than source {source}",
                           got=str(destination), remedy="copy into a page of its own", clause="C10.5")

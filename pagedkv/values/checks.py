@@ -24,12 +24,15 @@ BYTES_MAX = (1 << 63) - 1
 
 
 def checked_integer(
-    what: str, value: object, low: int, high: int, *, remedy: str, clause: str, kind: type[MisuseError] = MisuseError
+    what: str, value: object, low: int, high: int, *, remedy: str, clause: str, kind: type[MisuseError] = MisuseError,
+    takes_numpy: bool = False,
 ) -> int:
     """Return a plain integer from low to high; refuse others, with an error of class `kind`.
 
-    A bool is no integer here, and neither is an integer of NumPy.
+    A bool is no integer here, and neither is an integer of NumPy, unless `takes_numpy`.
     """
+    if takes_numpy and isinstance(value, np.integer):
+        value = int(value)
     if type(value) is not int or not low <= value <= high:
         raise kind(what, expected=f"an integer from {low} to {high}", got=shown(value), remedy=remedy, clause=clause)
     return value
