@@ -37,8 +37,12 @@ class ControlBuffers:
 
     def __init__(self, store: pk.Store, *, batch: int, width: int) -> None:
         ingress, egress = pk.control_words(batch=batch, width=width)
-        assert ingress <= store.control_ingress.size, f"B={batch} W={width}"
-        assert egress <= store.control_egress.size, f"B={batch} W={width}"
+        if ingress > store.control_ingress.size or egress > store.control_egress.size:
+            raise pk.ConfigError(f"control buffers of B={batch} and W={width}",
+                                 expected=f"at most {store.control_ingress.size} words in and "
+                                          f"{store.control_egress.size} out, as planned",
+                                 got=f"{ingress} and {egress}", remedy="raise max_concurrency or the widest unit",
+                                 clause="C5.4")
         self.batch = batch
         self.width = width
         self._device = store.device
@@ -73,8 +77,28 @@ class ControlBuffers:
             first_positions: (b,) int32.
             columns: (b,) int32, or one number for all entries.
             tokens: (b, W) int32, 0 in dead columns.
+
+        Raises:
+            MisuseError: arrays of another form; the words stay as they were.
         """
-        count, batch = len(rows), self.batch
+        count = len(rows) if type(rows) is np.ndarray and rows.ndim == 1 else -1
+        is_count = type(columns) is int and 0 <= columns <= self.width
+        if not (
+            0 <= count <= self.batch and rows.dtype == np.int64
+            and type(first_positions) is np.ndarray and type(tokens) is np.ndarray
+            and first_positions.dtype == tokens.dtype == np.int32
+            and first_positions.shape == (count,) and tokens.shape == (count, self.width)
+            and (is_count or (type(columns) is np.ndarray and columns.dtype == np.int32 and columns.shape == (count,)))
+        ):
+            shown = pk.checks.shown
+            raise pk.MisuseError(
+                f"selectors of B={self.batch} and W={self.width}",
+                expected=f"rows (b,) int64, first_positions (b,) int32, columns (b,) int32 or a count, tokens "
+                         f"(b, {self.width}) int32, b to {self.batch}",
+                got=f"{shown(rows)}, {shown(first_positions)}, {shown(columns)}, {shown(tokens)}",
+                remedy="pass the arrays of a unit", clause="C15.1",
+            )
+        batch = self.batch
         self.make_inert()
         self.ingress_host[:count] = rows
         self.ingress_host[batch : batch + count] = first_positions
@@ -83,5 +107,8 @@ class ControlBuffers:
 
     def read_next_tokens(self, count: int) -> Int32:
         """Return a copy of next_tokens (count, W) of the first entries; the unit must have completed."""
+        if type(count) is not int or not 0 <= count <= self.batch:
+            raise pk.MisuseError("a count of entries", expected=f"an integer from 0 to {self.batch}",
+                                 got=pk.checks.shown(count), remedy="count the entries of the unit", clause="C15.1")
         egress = self._device.readable(self.egress_host)
         return egress[self.batch :].reshape(self.batch, self.width)[:count].copy()

@@ -116,7 +116,7 @@ class DecodeLoop:
             raise pk.MisuseError("a decode loop", expected="a model, which is an object with enqueue(unit)",
                                  got=f"the class {model.__name__}", remedy="make one of the class and pass that",
                                  clause="C15")
-        if not isinstance(store, pk.Store) or not callable(getattr(model, "enqueue", None)):
+        if not isinstance(store, pk.Store) or not pk.checks.has_method(model, "enqueue"):
             raise pk.MisuseError("a decode loop", expected="an open Store, and a model with enqueue(unit)",
                                  got=f"{type(store).__name__} and {type(model).__name__}",
                                  remedy="pass what open_store returned and a Model", clause="C15")
@@ -125,8 +125,8 @@ class DecodeLoop:
             prefill_chunk = min(PREFILL_CHUNK, chunk_max)
         if type(prefill_chunk) is not int or not PREFILL_WIDTH_MIN <= prefill_chunk <= chunk_max:
             raise pk.ConfigError("prefill_chunk", expected=f"an integer from {PREFILL_WIDTH_MIN} to {chunk_max}",
-                                 got=repr(prefill_chunk), remedy="choose such a chunk, or raise prefill_columns_max",
-                                 clause="C14.4")
+                                 got=pk.checks.shown(prefill_chunk),
+                                 remedy="choose such a chunk, or raise prefill_columns_max", clause="C14.4")
         self.store = store
         self.prefill_chunk = prefill_chunk
         self.graphs = GraphCache(store, model, use_graphs=use_graphs)
@@ -263,7 +263,8 @@ class DecodeLoop:
         The call is optional: the loop also forgets a sequence when another one takes its row.
         """
         self._recover()
-        self._outputs.pop(sequence, None)
+        if type(sequence) is pk.Sequence:
+            self._outputs.pop(sequence, None)
 
     def _advance(self, outputs: dict[pk.Sequence, _Output], stops: frozenset[int]) -> dict[pk.Sequence, list[int]]:
         """Run one step and return the tokens to deliver, which stay undelivered in the outputs."""
@@ -404,18 +405,22 @@ class DecodeLoop:
         """Return the outputs of sequences, each known here and named once."""
         if self._pending is not None:
             self._recover()
-        named: tuple[Any, ...] = tuple(sequences) if isinstance(sequences, Iterable) else (None,)
+        expected, remedy = "sequences, each once", "pass a list of handles, of one sequence too"
+        named: tuple[Any, ...] = tuple(sequences) if type(sequences) in (tuple, list) else pk.checks.checked_items(
+            "a step", sequences, expected=expected, remedy=remedy, clause="C11.3"
+        )
         if not set(map(type, named)) <= {pk.Sequence} or len(set(named)) != len(named):
-            raise pk.MisuseError("a step", expected="sequences, each once", got=repr(sequences),
-                                 remedy="pass a list of handles, of one sequence too", clause="C11.3")
+            raise pk.MisuseError("a step", expected=expected, got=pk.checks.shown(named), remedy=remedy,
+                                 clause="C11.3")
         return {sequence: self._output_of(sequence) for sequence in named}
 
     def _output_of(self, sequence: pk.Sequence) -> _Output:
         if self._pending is not None:
             self._recover()
-        output = self._outputs.get(sequence) if isinstance(sequence, pk.Sequence) else None
+        output = self._outputs.get(sequence) if type(sequence) is pk.Sequence else None
         if output is None:
-            raise pk.MisuseError(f"decoding {sequence}", expected="a sequence that this loop has prefilled or resumed",
+            raise pk.MisuseError(f"decoding {pk.checks.shown(sequence)}",
+                                 expected="a sequence that this loop has prefilled or resumed",
                                  got="one that it has not, or has forgotten, or whose row another sequence has",
                                  remedy="call prefill or resume first", clause="C9.4")
         return output
@@ -423,13 +428,14 @@ class DecodeLoop:
 
 def _token_ids(what: str, ids: Iterable[int]) -> Int32:
     """Return token ids as int32; refuse anything that is not an id already."""
-    id_list = list(ids) if isinstance(ids, Iterable) else [None]
     id_max = np.iinfo(np.int32).max
+    expected, remedy = f"integer token ids from 0 to {id_max}", "pass what the tokenizer gave"
+    id_list: tuple[Any, ...] = tuple(ids) if type(ids) in (tuple, list) else pk.checks.checked_items(
+        what, ids, expected=expected, remedy=remedy, clause="C14.4"
+    )
     for token in id_list:
-        if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token <= id_max:
-            raise pk.MisuseError(what, expected=f"integer token ids from 0 to {id_max}",
-                                 got=repr(token) if isinstance(ids, Iterable) else repr(ids),
-                                 remedy="pass what the tokenizer gave", clause="C14.4")
+        if not (type(token) is int or isinstance(token, np.integer)) or not 0 <= token <= id_max:
+            raise pk.MisuseError(what, expected=expected, got=pk.checks.shown(token), remedy=remedy, clause="C14.4")
     return np.array(id_list, np.int32)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.devices.memory import BaseMemory
+from pagedkv.devices.memory import BaseMemory, lies_within
 from pagedkv.devices.users import Users
-from pagedkv.errors import CaptureRefused, MisuseError
+from pagedkv.errors import CaptureRefused, Caught, MisuseError, shown
 
 _contexts: weakref.WeakSet[BaseContext] = weakref.WeakSet()
 
@@ -84,7 +84,11 @@ class BaseContext(ABC):
 
     @abstractmethod
     def is_own(self, array: Any) -> bool:
-        """Is it memory of this device, pinned memory included?"""
+        """Does all of it lie in memory of this device, pinned memory included?"""
+
+    def lies_within(self, array: Any) -> bool:
+        """Does all of an array that `is_array` accepts lie in the memory that it is over?"""
+        return lies_within(array)
 
     @abstractmethod
     def address(self, array: Any) -> int:
@@ -114,20 +118,23 @@ class BaseContext(ABC):
             return text, "pass a plain numpy.ndarray" if is_subclass else "pass the array itself"
         if not self.is_own(argument):
             remedy = "allocate it with device.empty, and copy to it"
-            return f"{text} of pageable host memory or of another device", remedy
-        if argument.flags.c_contiguous:
-            return f"{text}, read-only", "pass a writable array"
-        return text, "pass the whole array and its strides as scalars"
+            return f"{text} of pageable host memory or of another device, or beyond its buffer", remedy
+        if not argument.flags.c_contiguous:
+            return text, "pass the whole array and its strides as scalars"
+        if self.address(argument) % argument.dtype.itemsize:
+            return f"{text} at an address that is no multiple of {argument.dtype.itemsize}", "pass an aligned array"
+        return f"{text}, read-only", "pass a writable array"
 
 
 def value_text(value: Any) -> str:
     """Describe an argument for a message: type, dtype and shape of an array, type and value of anything else."""
     if isinstance(value, np.generic):
         return f"numpy.{type(value).__name__}({value})"
-    if not all(hasattr(value, attribute) for attribute in ("dtype", "shape", "strides", "flags")):
-        return f"{type(value).__name__} {value!r}"
-    strides = "" if value.flags.c_contiguous else f" with strides {value.strides}"
-    return f"{type(value).__name__} {value.dtype} {value.shape}{strides}"
+    with Caught():  # an object that raises where an array has attributes is none
+        if all(hasattr(value, attribute) for attribute in ("dtype", "shape", "strides", "flags")):
+            strides = "" if value.flags.c_contiguous else f" with strides {value.strides}"
+            return f"{type(value).__name__} {value.dtype} {value.shape}{strides}"
+    return f"{type(value).__name__} {shown(value)}"
 
 
 def _note_fork_everywhere() -> None:

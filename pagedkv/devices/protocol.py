@@ -283,6 +283,14 @@ class Device(Protocol):
             CaptureRefused: a side is pageable host memory and the stream is capturing.
         """
 
+    def require_usable(self, what: str, array: Array, *, is_written: bool) -> None:
+        """Refuse what no kernel of this device may use: the check of an array argument of a launch, ahead of it.
+
+        Raises:
+            MisuseError: no plain array of this device, not contiguous, beyond its buffer, at an address that its dtype
+                does not allow, or read-only though the kernel writes it.
+        """
+
     def readable(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Give a host array that an operation writes, for reading; the caller has waited for that operation.
 

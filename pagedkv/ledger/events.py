@@ -119,7 +119,7 @@ class PageEvents:
                 if not isinstance(caught.error, Exception):
                     first = first or caught.error
                 else:
-                    _LOG.error("observer %r failed at %s; the operation is valid", observer, event,
+                    _LOG.error("observer %s failed at %s; the operation is valid", shown(observer), event,
                                exc_info=caught.error)
             self.pending.popleft()  # last: after an interrupt no observer misses the event
         self._delivering = None

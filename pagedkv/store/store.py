@@ -52,11 +52,12 @@ from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal, Transaction
 from pagedkv.ledger.units import Submission
 from pagedkv.ops.ops import Ops
-from pagedkv.ops.views import PagedKVBatchLayerView
+from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
 from pagedkv.record.journal import Journal, JournalRecorder
 from pagedkv.store.access import Access
 from pagedkv.store.actions import Actions
 from pagedkv.store.sanitizer import Sanitizer
+from pagedkv.values.checks import checked_counts, checked_integer, checked_items
 from pagedkv.values.config import StoreConfig
 from pagedkv.values.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
 from pagedkv.values.planner import CapacityPlan
@@ -490,10 +491,37 @@ class Store:
             MisuseError: no sequence, or one twice.
         """
         self._access.enter("batch")
-        if not isinstance(sequences, Iterable):
-            raise MisuseError("a batch", expected="sequences in batch order", got=shown(sequences),
-                              remedy="pass a list, of one sequence too", clause="C11.3")
-        return self._ledger.batch(tuple(sequences))
+        return self._ledger.batch(checked_items("a batch", sequences, expected="sequences in batch order",
+                                                remedy="pass a list, of one sequence too", clause="C11.3"))
+
+    def layer_view(self, sequence: Sequence, pool: str = "main", layer: int = 0) -> PagedKVLayerView:
+        """Return the view of one layer for one sequence: every op takes it without `table_rows`, for B = 1.  (C14.1)
+
+        It holds until the sequence ends; afterwards an op refuses it with StaleHandle, also when another sequence has
+        the row.  Pages that later units map are seen through it.
+
+        Raises:
+            StaleHandle: the sequence has ended.
+            MisuseError: an unknown pool or layer.
+            CaptureRefused: the stream is capturing, and a graph would freeze the row's address (C15.2).
+        """
+        self._access.enter("layer_view", reaches_device=True)
+        self._ledger.sequences.require_current(sequence)
+        self._ledger.active_in(pool)
+        views = self.views[pool]
+        checked_integer(f"a layer of pool {pool}", layer, 0, len(views) - 1, remedy="count layers from 0 in each pool",
+                        clause="C14.1")
+
+        def require_current() -> None:
+            self._access.enter("a launch with a view of one sequence")
+            self._ledger.sequences.require_current(sequence)
+
+        view = views[layer]
+        return PagedKVLayerView(
+            view.k_pages, view.v_pages, view.k_scale_pages, view.v_scale_pages, view.block_tables[sequence.row],
+            view.head_dim, view.num_kv_heads, view.storage, view.order, view.max_context, view.codec_counts,
+            require_current,
+        )
 
     # ---- units ------------------------------------------------------------------------------------
 
@@ -600,7 +628,7 @@ class Store:
     def launch_graph(self, graph: Graph) -> None:
         """Replay a captured graph on the store's stream; a device error latches the store.  (C12.4)"""
         self._access.enter("launch_graph", reaches_device=True)
-        if not hasattr(graph, "launch"):
+        if not hasattr(type(graph), "launch"):  # asked of the class: an object may raise
             raise MisuseError("launch_graph", expected="a graph that end_capture gave", got=shown(graph),
                               remedy="capture the unit first", clause="C15.1")
         graph.launch(self.stream)
@@ -666,8 +694,9 @@ class Store:
         """Map and publish positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)
 
         Raises:
-            EntitlementExceeded: tokens needs more pages than the sequence was activated for.
-            MisuseError: more than max_context tokens, or an unknown pool.
+            EntitlementExceeded: tokens needs more pages than the sequence was activated for; whole pages count, so the
+                last one may end beyond max_context.
+            MisuseError: no count of tokens, or an unknown pool.
             StaleHandle: it has ended.
         """
         self._access.enter("ensure_mapped_to_tokens", reaches_device=True)
@@ -885,17 +914,19 @@ def _counts(columns: Columns) -> Columns:
     """Read counts of columns once, ahead of every check: reading them may run the caller's code, which may call us."""
     if type(columns) is int:
         return columns
-    try:
-        counts = np.array(columns)
-    except ValueError:  # a ragged list, which the ledger refuses
-        return columns
-    return counts if counts.dtype.kind in "iu" else columns
+    return checked_counts("columns of a unit", columns, remedy="pass one count, or one per batch entry", clause="C14.4")
 
 
 def _counts_by_pool(columns: Columns | Mapping[str, Columns]) -> dict[str, Columns]:
     """Read the columns of each pool once; those without a pool are Main's."""
     if isinstance(columns, Mapping):
-        return {pool: _counts(given) for pool, given in columns.items()}
+        by_pool: dict[str, Columns] | None = None
+        with Caught() as caught:
+            by_pool = dict(columns.items())
+        if by_pool is None:
+            raise MisuseError("columns by pool", expected="a mapping from pools to columns", got=shown(columns),
+                              remedy="pass a dict", clause="C14.4") from caught.error
+        return {pool: _counts(given) for pool, given in by_pool.items()}
     return {"main": _counts(columns)}
 
 

@@ -178,7 +178,7 @@ class PooledMemory:
     def __init__(self, pool: MemoryPool, block: np.ndarray) -> None:
         self.pool = pool
         self.content = block
-        self.ptr = int(block.ctypes.data)
+        self.ptr, self.size = int(block.ctypes.data), int(block.size)
         pool.live_bytes += block.size
 
     def __del__(self) -> None:

@@ -100,5 +100,5 @@ def test_smollm2_has_the_shape_its_paper_states(weights: LlamaWeights) -> None:
 
 @pytest.mark.parametrize("name", ["nothing.gguf", "."])
 def test_a_model_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(pk.MisuseError, match="the model file .* a file that can be read"):
+    with pytest.raises(pk.MisuseError, match=r"the model file .* a file that can be read"):
         load_model(tmp_path / name, cache_folder=tmp_path / "cache")

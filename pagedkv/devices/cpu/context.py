@@ -12,6 +12,7 @@ from pagedkv.devices.context import BaseContext
 from pagedkv.devices.cpu.deferred import Queues
 from pagedkv.devices.cpu.memory import Memory, address_of
 from pagedkv.devices.cpu.runtime import ORDERS, Executor
+from pagedkv.devices.memory import lies_within
 from pagedkv.devices.users import Users
 from pagedkv.errors import CapacityError, DeviceFault
 
@@ -88,7 +89,7 @@ class CpuContext(BaseContext):
 
     def is_own(self, array: Any) -> bool:
         """Is it memory of this device, pinned memory included?"""
-        return isinstance(array, np.ndarray) and self.memory.owner(array) is not None
+        return isinstance(array, np.ndarray) and self.memory.owner(array) is not None and lies_within(array)
 
     def address(self, array: npt.NDArray[Any]) -> int:
         """Give the address of the first element."""
@@ -100,9 +101,11 @@ class CpuContext(BaseContext):
 
     def address_of(self, argument: Any, *, is_read_only: bool) -> int | None:
         """Give the address of an array that a kernel may use, None for anything else."""
-        if type(argument) is not np.ndarray or self.memory.owner(argument) is None:
+        if type(argument) is not np.ndarray:
             return None
-        flags = argument.flags
-        if not flags.c_contiguous or not (flags.writeable or is_read_only):
+        allocation, flags = self.memory.owner(argument), argument.flags
+        is_usable = flags.carray or (is_read_only and flags.c_contiguous and flags.aligned)
+        if allocation is None or not is_usable:
             return None
-        return address_of(argument)
+        address = address_of(argument)
+        return address if allocation.address <= address <= allocation.end - argument.nbytes else None
