@@ -51,6 +51,7 @@ from pagedkv.ledger.pool import PagePool
 from pagedkv.ledger.sequences import Sequence, Sequences
 from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal, Transaction, Transactions
 from pagedkv.ledger.units import Submission, Units
+from pagedkv.values.checks import checked_integer
 from pagedkv.values.config import VERIFY_WIDTH_MAX, StoreConfig
 from pagedkv.values.quantities import PAGE_SHIFT, PAGE_TOKENS
 
@@ -434,10 +435,8 @@ class Ledger:
         """Map positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)"""
         self.sequences.require_current(sequence)
         spaces = self.active_in(pool)
-        if type(tokens) is not int or not 0 <= tokens <= self.config.max_context:
-            raise MisuseError(f"mapping row {sequence.row} of pool {pool}",
-                              expected=f"0 to max_context = {self.config.max_context} tokens", got=shown(tokens),
-                              remedy="positions at or beyond max_context are inert", clause="C11.2")
+        checked_integer(f"mapping row {sequence.row} of pool {pool}", tokens, 0, np.iinfo(np.int32).max,
+                        remedy="pass a count of tokens within the entitlement", clause="C9.3")
         spaces.require_entitled(np.array([sequence.row]), np.array([tokens]))
         self.unsettled = "ensure_mapped_to_tokens"
         slices = spaces.ensure_mapped_to_tokens(sequence.row, tokens)

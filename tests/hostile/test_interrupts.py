@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,11 @@ class Stage:
         other: 65 tokens committed, in the unit `flying`, which the device has finished.
         kept: a continuation of 130 tokens, protected up to 64 tokens, with a state.
         shared: a continuation whose full pages `running` shares.
+        buffers: of `graph_buffer`; its array must not die inside the interrupted block.
     """
 
     def __init__(self, device: pk.Device) -> None:
+        self.buffers: list[Any] = []
         self.store = store = pk.open_store(CONFIG, device)
         self.kept = retained(store, self.written(130))
         store.protect(self.kept, 64)
@@ -101,6 +104,15 @@ CALLS: dict[str, Callable[[Stage], object]] = {
     "truncate a continuation": lambda on: on.store.truncate(on.kept, 70),
     "check": lambda on: on.store.check(),
     "inspect": lambda on: on.store.inspect(),
+    "explain": lambda on: on.store.explain(pk.ActivationTarget(10, 60, on.kept, None, True)),
+    "lists": lambda on: (on.store.sequences(), on.store.units(), on.store.continuations()),
+    "frontiers": lambda on: (
+        on.store.committed_tokens(on.kept), on.store.protected_tokens(on.kept), on.store.budget_tokens(on.running),
+        on.store.page_ids(on.running), on.store.page_ids(on.kept), on.store.state_of(on.kept),
+    ),
+    "counters": lambda on: (on.store.memory_summary(), on.store.event_counts()),
+    "observe": lambda on: on.store.observe(lambda event: None)(),
+    "graph_buffer": lambda on: on.buffers.append(on.store.graph_buffer((16,), "u1")),
 }
 
 

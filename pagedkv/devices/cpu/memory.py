@@ -52,13 +52,12 @@ class Allocation(HostAllocation):
     memory: Memory
 
     def __init__(self, memory: Memory, buffer: Buffer, label: str, serial: int, *, is_pinned: bool) -> None:
+        self.buffer, self.label, self.serial = buffer, label, serial  # first: `release` needs them
         super().__init__(memory, is_pinned=is_pinned)
-        self.buffer = buffer
-        self.label = label
-        self.serial = serial
 
     def __del__(self) -> None:
-        self.memory.release(self)
+        if hasattr(self, "memory"):  # not where an interrupt ended the construction
+            self.memory.release(self)
 
 
 class Memory(BaseMemory):
