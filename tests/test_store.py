@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import signal
 import threading
 
 import numpy as np
@@ -180,6 +179,10 @@ def test_closing_waits_for_units_in_flight_and_names_them(caplog: pytest.LogCapt
     assert not caplog.messages
 
 
+def interrupted_wait(stream: pk.Stream) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("fault", ["none", "unit", "unit and memory", "wait", "latched"])
 def test_closing_runs_to_its_end_and_raises_the_first_error(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """C12.4: of a failed kernel, an overwritten canary and an interrupt the first is raised, the rest are notes."""
@@ -199,7 +202,7 @@ def test_closing_runs_to_its_end_and_raises_the_first_error(fault: str, monkeypa
         with pytest.raises(pk.DeviceFault):
             store.check()
     if fault == "wait":
-        monkeypatch.setattr(type(store.stream), "synchronize", lambda stream: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr(type(store.stream), "synchronize", interrupted_wait)
     kind = {"unit": pk.DeviceFault, "unit and memory": pk.DeviceFault, "wait": KeyboardInterrupt}.get(fault)
     with contextlib.nullcontext() if kind is None else pytest.raises(kind) as caught:
         store.close()

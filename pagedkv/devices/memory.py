@@ -48,15 +48,28 @@ class HostAllocation:
 
 class BaseMemory(ABC):
     """All memory of one device.
-
-    Attributes:
-        allocated_bytes: of live device arrays, as requested, without alignment and guards.
-        pinned_bytes: of live pinned arrays.
     """
 
     def __init__(self) -> None:
-        self.allocated_bytes = 0
-        self.pinned_bytes = 0
+        self._live_bytes: dict[bool, dict[int, int]] = {False: {}, True: {}}  # by is_pinned, then by key
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of live device arrays, as requested, without alignment and guards."""
+        return sum(list(self._live_bytes[False].values()))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of live pinned arrays."""
+        return sum(list(self._live_bytes[True].values()))
+
+    def note(self, key: int, byte_count: int, *, is_pinned: bool) -> None:
+        """Count an allocation until `forget`; an interrupt in between leaves no wrong sum."""
+        self._live_bytes[is_pinned][key] = byte_count
+
+    def forget(self, key: int, *, is_pinned: bool) -> None:
+        """End the count of an allocation; one that was not counted is ignored."""
+        self._live_bytes[is_pinned].pop(key, None)
 
     @abstractmethod
     def array(

@@ -129,7 +129,7 @@ class Store:
         self.control_ingress: Array = self._slabs[CONTROL_INGRESS]
         self.control_egress: Array = self._slabs[CONTROL_EGRESS]
         self._graph_buffers: list[weakref.ref[Array]] = []
-        self._closed_parts = 0
+        self._closed_parts: set[Callable[[Store], None]] = set()
         self.block_tables: dict[str, Array] = {
             pool.name: self._slabs[f"{pool.name}.block_table"] for pool in config.pools
         }
@@ -187,16 +187,19 @@ class Store:
             The store is closed nevertheless, also after every other error of the stream.  Of several errors the first
             is raised, and the others are notes of it.
         """
-        if self._closed_parts == 0:
+        if not self._closed_parts:
             self._require_closable()
-        elif self._closed_parts < len(_CLOSING):
+        elif len(self._closed_parts) < len(_CLOSING):
             self._access.require_owner("close")
         first: BaseException | None = None
-        for close_part in _CLOSING[self._closed_parts :]:
+        for close_part in _CLOSING:
+            if close_part in self._closed_parts:
+                continue
             with Caught(first, all_kinds=True) as caught:
                 close_part(self)
             first = first or caught.error
-            self._closed_parts += 1
+            if caught.error is None or isinstance(caught.error, PagedKVError):
+                self._closed_parts.add(close_part)  # the next call repeats a part that an interrupt stopped
         if first is not None:
             raise first
 
@@ -212,6 +215,8 @@ class Store:
             state.check_outside_capture("close")
 
     def _finish_work(self) -> None:
+        if self._access.is_closed:  # an interrupt stopped the wait of an earlier call
+            return
         if self.stream.is_capturing:
             self.device.abort_capture(self.stream)
         if self._access.fault is None:

@@ -45,7 +45,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "if get_ident() != self.thread and len(self._users):", "if False:", "test_shared_device.py -k thread"),
     Mutant("C15.1", "a store begins work while another one captures", "store/access.py",
            "if reaches_device and (", "if False and (", "test_shared_device.py -k capture"),
-    Mutant("C12.4", "a store takes the device of others along", "store/store.py:close",
+    Mutant("C12.4", "a store takes the device of others along", "store/store.py:_require_closable",
            "self.owns_device and state.users.has_others(self._access)", "False", "test_shared_device.py -k outlives"),
     Mutant("C12.4", "an interrupt between two events loses one", "ledger/events.py:PageEvents.deliver",
            "self.pending.popleft()", GONE, "host/test_events.py",
