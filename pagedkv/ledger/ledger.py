@@ -577,8 +577,10 @@ class Ledger:
         if entry is None:
             raise MisuseError(f"a commit to pool {pool}", expected=f"one of {sorted(unit.written)}", got=pool,
                               remedy="commit only pools that the unit wrote", clause="C9.9")
-        counts, limits = columns, entry.by_entry
-        if type(counts) is not np.ndarray or counts.dtype is not _INT32 or counts.shape != limits.shape:
+        limits = entry.by_entry
+        if type(columns) is np.ndarray and columns.dtype is _INT32 and columns.shape == limits.shape:
+            counts: Tokens = columns  # type: ignore[assignment]
+        else:
             counts = column_counts(f"accepted columns of {unit.label}", limits.size, columns)
         if limits.size == 1 and 0 <= counts.item(0) <= limits.item(0):
             return counts
