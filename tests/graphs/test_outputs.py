@@ -229,7 +229,7 @@ def test_words_that_are_kept_are_those_of_the_same_rows_and_columns() -> None:
                 writable[:] = number % 4, (number + 1) % 4
             firsts = np.arange(rows.size, dtype=np.int32) + 10 * number
             live = np.broadcast_to(columns, rows.shape).astype(np.int32)
-            control.write(rows, firsts, columns, firsts + 5)
+            control.write(rows, firsts, columns, (firsts + 5)[:, None])
             pad = [0] * (4 - rows.size)
             assert control.ingress_host[: 12 + rows.size].tolist() == [
                 *rows, *(-1 for _ in pad), *firsts, *pad, *live, *pad, *(firsts + 5),

@@ -62,8 +62,7 @@ def use(store: pk.Store) -> DecodeLoop:
     loop.prefill(sequence, prompt(20, 1))
     for _ in range(3):
         loop.step([sequence])
-    committed = {"main": store.committed_tokens(sequence), "mtp": 0}
-    store.snapshot(sequence, state=loop.last_token(sequence), state_frontier=committed)
+    store.snapshot(sequence, state=pk.STATE_FOLLOWS)
     store.submit(store.begin_unit(store.batch([sequence]), 4))
     return loop
 
