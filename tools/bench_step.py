@@ -30,7 +30,6 @@ import numpy.typing as npt
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop, Unit
 from pagedkv.tools.console import json_option, positive, progress_line, say
-from pagedkv.tools.counting_device import CountingDevice
 
 Int32 = npt.NDArray[np.int32]
 
@@ -199,7 +198,7 @@ class StoreSubject(Subject):
 
     def __init__(self, rows: int, width: int, *, pools: int, is_changing: bool, journal: str | None = None) -> None:
         super().__init__(rows, width, pools=pools, is_changing=is_changing)
-        self.device = CountingDevice()
+        self.device = pk.CountingDevice()
         self.store = pk.open_store(self.config, self.device, journal=journal)
         self.graph = self.device.end_capture(self.device.stream())
         self.sequences: list[pk.Sequence] = []

@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 import pagedkv as pk
 from pagedkv.ledger.check import check_ledger
 from pagedkv.tools import bench_step, command
-from pagedkv.tools.counting_device import CountingDevice
 
 
 def invoke(*arguments: str) -> Result:
@@ -74,7 +73,7 @@ def test_both_forms_of_the_floor_do_the_same_work(rows: int) -> None:
 
 def test_a_counting_device_counts_what_a_device_would_do() -> None:
     """A store runs on it, and every word that is read back is 0."""
-    device = CountingDevice()
+    device = pk.CountingDevice()
     config = bench_step.LedgerSubject(2, 1, pools=1, is_changing=False).config
     with pk.open_store(config, device) as store:
         sequence = store.activate(prompt_tokens=5, output_tokens=5)

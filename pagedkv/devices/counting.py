@@ -1,7 +1,7 @@
 """CountingDevice: a device whose copies, launches and waits do nothing but count.
 
-`pagedkv bench step` runs a store and a decode loop on it, so that what is timed is the host's own work.  Arrays are
-NumPy arrays that nobody fills: every word that a loop reads is 0.
+A store and a decode loop run on it, so that what is timed is the host's own work (`pagedkv bench step`).  Arrays are
+NumPy arrays that nobody fills: every word that a loop reads is 0.  Nothing is checked.
 """
 
 from __future__ import annotations
