@@ -51,6 +51,7 @@ class FakeScheduler:
     instances: ClassVar[list[FakeScheduler]] = []
 
     def __init__(self, **names: Any) -> None:
+        print("an engine logs to stdout")
         assert names["block_size"] == 64
         self.requests: dict[str, FakeRequest] = {}
         self.kv_cache_manager = self
