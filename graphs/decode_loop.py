@@ -560,7 +560,9 @@ _NO_FRONTIERS: Int32 = np.zeros(0, np.int32)
 
 
 def _stops(stop_tokens: Iterable[int]) -> frozenset[int]:
-    return _NO_STOPS if type(stop_tokens) is tuple and not stop_tokens else frozenset(_token_ids("stop_tokens", stop_tokens).tolist())
+    if type(stop_tokens) is tuple and not stop_tokens:
+        return _NO_STOPS
+    return frozenset(_token_ids("stop_tokens", stop_tokens).tolist())
 
 
 def _token_ids(what: str, ids: Iterable[int]) -> Int32:

@@ -95,8 +95,31 @@ class Floor:
         self.mirror[rows, cols] = pages
 
 
-class Subject(ABC):
-    """What is timed: `rows` sequences of one store; `restart` ends them and activates others when they are full.
+class Steps(ABC):
+    """What is timed: steps of sequences that `restart` ends and begins anew when they are full."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.steps_left = 0
+
+    def make_ready(self) -> None:
+        """Have room for one more chunk."""
+        if self.steps_left < CHUNK_STEPS:
+            self.restart()
+            self.steps_left = (BLOCKS - 2) * pk.PAGE_TOKENS // self.width
+        self.steps_left -= CHUNK_STEPS
+
+    @abstractmethod
+    def restart(self) -> None:
+        """End every sequence, begin others, and commit the prompt of each."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """One step."""
+
+
+class Subject(Steps):
+    """The steps of `rows` sequences of one store of ours.
 
     Args:
         rows, width: B and W of every unit.
@@ -105,7 +128,7 @@ class Subject(ABC):
     """
 
     def __init__(self, rows: int, width: int, *, pools: int, is_changing: bool) -> None:
-        self.width = width
+        super().__init__(width)
         lanes = rows + is_changing
         self.config = pk.StoreConfig(
             GEOMETRY, profile="bf16", max_context=BLOCKS * pk.PAGE_TOKENS, max_concurrency=lanes,
@@ -122,14 +145,6 @@ class Subject(ABC):
         self.selected: pk.Batch | None = None
         self.positions = self.selectors[1]
         self.turn = 0
-        self.steps_left = 0
-
-    def make_ready(self) -> None:
-        """Have room for one more chunk."""
-        if self.steps_left < CHUNK_STEPS:
-            self.restart()
-            self.steps_left = (BLOCKS - 2) * pk.PAGE_TOKENS // self.width
-        self.steps_left -= CHUNK_STEPS
 
     def choose(self, sequences: list[pk.Sequence]) -> list[pk.Sequence]:
         """Return the sequences of the next step when the composition changes."""
@@ -144,14 +159,6 @@ class Subject(ABC):
             self.selectors[2, :count] = self.width
             self.positions = self.selectors[1, :count]
         self.positions[:] = unit.first_positions["main"]
-
-    @abstractmethod
-    def restart(self) -> None:
-        """End every sequence, activate others, and commit the prompt of each."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """One step."""
 
 
 class LedgerSubject(Subject):
@@ -302,9 +309,16 @@ def chunk_us(step: Callable[[], None]) -> tuple[float, float]:
     return cpu / CHUNK_STEPS / 1000, wall / CHUNK_STEPS / 1000
 
 
-def time_subject(name: str, rows: int, width: int, *, pools: int, is_changing: bool, chunks: int) -> StepFigure:
-    """Time a subject in chunks that alternate with the floor; the first tenth warms up.  The collector is off."""
-    subject = SUBJECTS[name](rows, width, pools=pools, is_changing=is_changing)
+def time_subject(
+    name: str, rows: int, width: int = 1, *, pools: int = 1, is_changing: bool = False, chunks: int,
+    subject: Steps | None = None,
+) -> StepFigure:
+    """Time a subject in chunks that alternate with the floor; the first tenth warms up.  The collector is off.
+
+    Args:
+        subject: what has that name; None makes the one of SUBJECTS.
+    """
+    subject = subject or SUBJECTS[name](rows, width, pools=pools, is_changing=is_changing)
     floor = Floor(rows)
     own, bare, preallocated = [], [], []
     gc.collect()
@@ -363,7 +377,17 @@ def report(figures: list[StepFigure]) -> dict[str, Any]:
     }
 
 
-def _numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:  # noqa: ARG001 - click's
+def print_table(figures: list[StepFigure]) -> None:
+    """Print one line per figure."""
+    width = max((8, *(len(figure.subject) + 1 for figure in figures)))
+    click.echo(f"{'subject':<{width}}{'rows':>5}{'W':>3}{'pools':>6} {'batch':<9}{'us':>8}{'mean':>8}{'p95':>8}"
+               f"{'floor':>7}{'ratio':>7}{'prealloc':>9}{'wall':>8}")
+    for f in figures:
+        click.echo(f"{f.subject:<{width}}{f.rows:>5}{f.width:>3}{f.pools:>6} {f.composition:<9}{f.us:>8.1f}"
+                   f"{f.us_mean:>8.1f}{f.us_p95:>8.1f}{f.floor_us:>7.1f}{f.ratio:>7.2f}{f.preallocated_us:>9.1f}{f.wall_us:>8.1f}")
+
+
+def read_numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:  # noqa: ARG001 - click
     """Read "1,8,64" as numbers of at least 1."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
@@ -376,8 +400,8 @@ def _numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple
 
 @click.command()
 @json_option
-@click.option("--rows", default="1,8,64,256", show_default=True, callback=_numbers, help="Rows of the batch.")
-@click.option("--width", "widths", default="1,4", show_default=True, callback=_numbers, help="Columns of each row.")
+@click.option("--rows", default="1,8,64,256", show_default=True, callback=read_numbers, help="Rows of the batch.")
+@click.option("--width", "widths", default="1,4", show_default=True, callback=read_numbers, help="Columns of each row.")
 @click.option("--chunks", type=positive, default=100, show_default=True, help="Chunks of 32 steps per figure.")
 def command(as_json: bool, rows: tuple[int, ...], widths: tuple[int, ...], chunks: int) -> None:
     """Time the host's part of a decode step, beside the bare NumPy work.
@@ -390,9 +414,5 @@ def command(as_json: bool, rows: tuple[int, ...], widths: tuple[int, ...], chunk
     if as_json:
         click.echo(dumps(report(figures)))
     else:
-        click.echo(f"{'subject':<8}{'rows':>5}{'W':>3}{'pools':>6} {'batch':<9}{'us':>8}{'mean':>8}{'p95':>8}"
-                   f"{'floor':>7}{'ratio':>7}{'prealloc':>9}{'wall':>8}")
-        for f in figures:
-            click.echo(f"{f.subject:<8}{f.rows:>5}{f.width:>3}{f.pools:>6} {f.composition:<9}{f.us:>8.1f}"
-                       f"{f.us_mean:>8.1f}{f.us_p95:>8.1f}{f.floor_us:>7.1f}{f.ratio:>7.2f}{f.preallocated_us:>9.1f}{f.wall_us:>8.1f}")
+        print_table(figures)
     say(f"microseconds of a step: medians of {chunks} chunks of {CHUNK_STEPS} steps that alternate with the floor's")
