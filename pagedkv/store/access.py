@@ -12,7 +12,8 @@ the access of each fault, whoever launched the work (`devices/users.py`).  So no
 from __future__ import annotations
 
 import os
-import threading
+import weakref
+from threading import get_ident
 
 from pagedkv.devices.protocol import DeviceState
 from pagedkv.errors import BrokenOff, DeviceFault, MisuseError, PagedKVError, StoreLatched
@@ -33,8 +34,8 @@ class Access:
         self._ledger = ledger
         self._device = device
         self._broken_off: BrokenOff | None = None
-        self._thread = threading.get_ident()
-        self._process = os.getpid()
+        self._thread = get_ident()
+        _accesses.add(self)
 
     def enter(self, operation: str, *, reaches_device: bool = False) -> None:
         """Refuse a call of another thread or process, of a closed or latched store, or one that a capture forbids.
@@ -42,7 +43,7 @@ class Access:
         `reaches_device`: the call submits work or waits for it.  A replay must not repeat it (C11.2), and CUDA refuses
         most of it while any stream of the device captures, so nothing of it begins.
         """
-        if threading.get_ident() != self._thread or os.getpid() != self._process:
+        if get_ident() != self._thread:
             self.require_owner(operation)
         if self.is_closed:
             raise MisuseError(operation, expected="an open store", got="a closed one",
@@ -56,9 +57,13 @@ class Access:
 
     def require_owner(self, operation: str) -> None:
         """Refuse a call of another thread or process."""
-        if threading.get_ident() != self._thread or os.getpid() != self._process:
+        if get_ident() != self._thread:
             raise MisuseError(operation, expected="the thread and process that opened the store", got="another",
                               remedy="use one store per thread, and none across fork", clause="C12.4")
+
+    def note_fork(self) -> None:
+        """Refuse every thread of a child process; asking for the process at every call would take half of its time."""
+        self._thread = 0
 
     def latch(self, fault: DeviceFault) -> None:
         """Stop the store after a device error; the first one becomes the evidence."""
@@ -80,3 +85,14 @@ class Access:
                 remedy="close the store, whose ledgers and device tables may differ, and open a new one",
             )
         return self._broken_off
+
+
+_accesses: weakref.WeakSet[Access] = weakref.WeakSet()
+
+
+def _note_fork_everywhere() -> None:
+    for access in list(_accesses):
+        access.note_fork()
+
+
+os.register_at_fork(after_in_child=_note_fork_everywhere)

@@ -614,12 +614,12 @@ class Store:
             MisuseError: the unit was not waited for, has ended, or wrote fewer columns; nothing changed.
         """
         self._access.enter("commit", reaches_device=self.sanitizer is not None)
-        by_pool = {} if accepted is None else _counts_by_pool(accepted)
-        self._ledger.units.require_open(unit, "commit")
-        if unit.number not in self._completed:
+        by_pool = None if accepted is None else _counts_by_pool(accepted)
+        if type(unit) is not Submission or unit.number not in self._completed:
+            self._ledger.units.require_open(unit, "commit")
             raise MisuseError(f"commit of unit {unit.label}", expected="a unit the device has finished",
                               got="one that was not waited for", remedy="call wait(unit), or poll()", clause="C12.3")
-        self._ledger.commit_unit(unit, None if accepted is None else by_pool)
+        self._ledger.commit_unit(unit, by_pool)
         self._completed.discard(unit.number)
         self._events.pop(unit.number, None)
         self._settle()  # an abort takes effect here
@@ -931,6 +931,10 @@ def _counts(columns: Columns) -> Columns:
 
 def _counts_by_pool(columns: Columns | Mapping[str, Columns]) -> dict[str, Columns]:
     """Read the columns of each pool once; those without a pool are Main's."""
+    if type(columns) is int:
+        return {"main": columns}
+    if type(columns) is dict:
+        return {pool: given if type(given) is int else _counts(given) for pool, given in columns.items()}
     if isinstance(columns, Mapping):
         by_pool: dict[str, Columns] | None = None
         with Caught() as caught:
