@@ -17,6 +17,7 @@ from types import TracebackType
 from pagedkv.devices.protocol import Stream
 from pagedkv.errors import BrokenOff, CaptureRefused, DeviceFault, MisuseError, PagedKVError, StoreLatched
 from pagedkv.ledger.ledger import Ledger
+from pagedkv.record.journal import Journal
 
 
 class Access:
@@ -27,11 +28,13 @@ class Access:
         fault: the first device error, which latched the store.
     """
 
-    def __init__(self, ledger: Ledger, stream: Stream) -> None:
+    def __init__(self, ledger: Ledger, stream: Stream, journal: Journal | None) -> None:
         self.is_closed = False
         self.fault: DeviceFault | None = None
         self._ledger = ledger
         self._stream = stream
+        self._unwritten: list[bytes] = [] if journal is None else journal.waiting
+        self._journal = journal
         self._broken_off: BrokenOff | None = None
         self._thread = threading.get_ident()
         self._process = os.getpid()
@@ -52,6 +55,8 @@ class Access:
         """
         if threading.get_ident() != self._thread or os.getpid() != self._process:
             self.require_owner(operation)
+        if self._unwritten and operation != "begin_unit":  # which writes what waits together with its own line
+            self.write_journal()
         if self.is_closed:
             raise MisuseError(operation, expected="an open store", got="a closed one",
                               remedy="open a new store", clause="C12.4")
@@ -69,6 +74,12 @@ class Access:
             raise MisuseError(operation, expected="the thread and process that opened the store", got="another",
                               remedy="use one store per thread, and none across fork", clause="C12.4")
 
+    def write_journal(self) -> None:
+        """Write the decisions of earlier calls; a call of another thread or process writes nothing."""
+        is_owner = threading.get_ident() == self._thread and os.getpid() == self._process
+        if self._journal is not None and self._unwritten and is_owner:
+            self._journal.flush()
+
     def latch(self, fault: DeviceFault) -> None:
         """Stop the store after a device error; the first one becomes the evidence."""
         if self.fault is None:
@@ -77,6 +88,7 @@ class Access:
     @property
     def evidence(self) -> PagedKVError | None:
         """The device error, or the operation that broke off, that latched the store."""
+        self.write_journal()
         if self.fault is not None:
             return self.fault
         operation = self._ledger.unsettled

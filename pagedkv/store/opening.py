@@ -28,8 +28,9 @@ def open_store(
 
     Args:
         journal: records every decision of the ledger as a JSON line, for `replay_journal`.  A path, whose file is
-            overwritten and closed with the store, or an open text file.  If a line cannot be written, that is logged
-            and the journal ends; operations stay valid, and `close` raises JournalFailed.
+            overwritten and closed with the store, or an open text file.  The lines of a call are written before the
+            next call returns.  If a line cannot be written, that is logged and the journal ends; operations stay valid,
+            and `close` raises JournalFailed.
 
     Raises:
         ConfigError: `config` is not a StoreConfig, or asks for Host replicas, which this version lacks.
