@@ -646,6 +646,9 @@ def test_a_unit_that_is_like_another_repeats(tmp_path: Path) -> None:
         assert (found.revision, found.operation) == (like, "begin_unit")
     with pytest.raises(pk.MisuseError, match="last begin_unit in full"):
         pk.replay_journal(altered(lines, like, like=1))
+    first = next(number for number, line in enumerate(lines) if '"batch"' in line)
+    with pytest.raises(pk.MisuseError, match="arguments of trim"):  # forgotten long ago
+        pk.replay_journal(altered(lines, len(lines) - 1, arguments={"batch": {"batch": first}, "pool": "main"}))
 
 
 def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

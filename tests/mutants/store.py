@@ -111,7 +111,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "is_owner = ", "is_owner = True or ", "host/test_journal.py -k next_call"),
     Mutant("C12.4", "closing leaves the line that waits out", "record/journal.py:close",
            "self.flush()", GONE, "host/test_journal.py -k next_call"),
-    Mutant("C12.4", "a full disk leaves half a line", "record/journal.py:flush",
+    Mutant("C12.4", "a full disk leaves half a line", "record/journal.py",
            "file.truncate(self._bytes + whole)", "pass", "host/test_journal.py -k full_disk"),
     Mutant("C12.4", "a refused unit stays the one that others are like", "record/journal.py:_note_words",
            "self._usual = _NO_BEGIN", "pass", "host/test_journal.py -k like"),
@@ -119,6 +119,6 @@ MUTANTS: tuple[Mutant, ...] = (
            "if type(count) is not int:", "if False:", "host/test_journal.py -k like"),
     Mutant("C6.2", "a short line never has a state", "record/journal.py:_note",
            "rest += self._state()", "pass", "host/test_journal.py -k like"),
-    Mutant("C12.4", "a replay forgets no batch", "record/words.py",
+    Mutant("C12.4", "batches are never forgotten", "record/words.py",
            "if len(self.batches) > BATCHES_MAX:", "if False:", "host/test_journal.py -k like"),
 )  # fmt: skip
