@@ -19,7 +19,7 @@ class GraphCache:
 
     def unit(self, key: GraphKey) -> UnitGraph:
         """Return the graph of a shape, captured now if the shape is new; blank its egress until it has run once."""
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(key) if isinstance(key, GraphKey) else None
         if graph is None:
             graph = self._graphs[key] = UnitGraph(self._store, self._model, key, use_graph=self._use_graphs)
         if graph.replays == 0:

@@ -9,8 +9,6 @@ Warm-up and capture select no row, so they touch no page.
 
 from __future__ import annotations
 
-import contextlib
-
 import pagedkv as pk
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.unit import Model, Unit
@@ -28,14 +26,10 @@ class UnitGraph:
         self._store = store
         self._model = model
         self.graph: pk.Graph | None = None
-        try:
-            self.unit.enqueue(model)
-            store.stream.synchronize()
-            if use_graph:
-                self.graph = self._capture()
-        except pk.DeviceFault as fault:
-            store.latch(fault)
-            raise
+        self.unit.enqueue(model)
+        store.stream.synchronize()
+        if use_graph:
+            self.graph = self._capture()
 
     def run(self) -> None:
         """Run the unit on the present words of its control buffers; asynchronous."""
@@ -51,9 +45,13 @@ class UnitGraph:
             device.begin_capture(stream)
             self.unit.enqueue(self._model)
             graph = device.end_capture(stream)
-        except BaseException:
-            with contextlib.suppress(pk.CaptureRefused):  # no capture began, or end_capture dropped it
+        except BaseException as error:
+            try:
                 device.abort_capture(stream)
+            except pk.CaptureRefused:  # no capture began, or end_capture dropped it
+                pass
+            except (pk.PagedKVError, MemoryError) as second:  # must not replace the first error
+                error.add_note(f"and the capture could not be aborted: {second}")
             raise
         graph.upload(stream)
         return graph

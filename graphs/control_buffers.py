@@ -37,8 +37,12 @@ class ControlBuffers:
 
     def __init__(self, store: pk.Store, *, batch: int, width: int) -> None:
         ingress, egress = pk.control_words(batch=batch, width=width)
-        assert ingress <= store.control_ingress.size, f"B={batch} W={width}"
-        assert egress <= store.control_egress.size, f"B={batch} W={width}"
+        if ingress > store.control_ingress.size or egress > store.control_egress.size:
+            raise pk.ConfigError(f"control buffers of B={batch} and W={width}",
+                                 expected=f"at most {store.control_ingress.size} words in and "
+                                          f"{store.control_egress.size} out, as planned",
+                                 got=f"{ingress} and {egress}", remedy="raise max_concurrency or the widest unit",
+                                 clause="C5.4")
         self.batch = batch
         self.width = width
         self._device = store.device
@@ -55,7 +59,7 @@ class ControlBuffers:
         self.accepted = self.egress_device[:batch]
         self.next_tokens = self.egress_device[batch:].reshape(batch, width)
         self._rows: npt.NDArray[np.int64] | None = None
-        self._columns = 0
+        self._columns = -1
         self.make_inert()
 
     def make_inert(self) -> None:
@@ -77,23 +81,48 @@ class ControlBuffers:
             rows: (b,) execution rows, b <= B.
             first_positions: (b,) int32.
             columns: (b,) int32, or one number for all entries.
-            tokens: (b, W) int32, 0 in dead columns.  With one number of columns and W = 1, or b = 1, only the live
-                ones, (b * columns,).
+            tokens: (b, W) int32, 0 in dead columns.
+
+        Raises:
+            MisuseError: arrays of another form; the words stay as they were.
         """
-        count, batch = rows.size, self.batch
-        if rows is not self._rows or columns != self._columns:  # mostly the words of the last run are right
+        is_same = rows is self._rows and columns is self._columns  # mostly: then rows and columns stay as they are
+        count = len(rows) if is_same or (type(rows) is np.ndarray and rows.ndim == 1) else -1
+        if not (
+            type(first_positions) is np.ndarray and type(tokens) is np.ndarray
+            and first_positions.dtype == tokens.dtype == np.int32
+            and first_positions.shape == (count,) and tokens.shape == (count, self.width)
+            and (is_same or self._selects(rows, count, columns))
+        ):
+            shown = pk.checks.shown
+            raise pk.MisuseError(
+                f"selectors of B={self.batch} and W={self.width}",
+                expected=f"rows (b,) int64, first_positions (b,) int32, columns (b,) int32 or a count, tokens "
+                         f"(b, {self.width}) int32, b to {self.batch}",
+                got=f"{shown(rows)}, {shown(first_positions)}, {shown(columns)}, {shown(tokens)}",
+                remedy="pass the arrays of a unit", clause="C15.1",
+            )
+        batch = self.batch
+        if not is_same:
             self.make_inert()
             self.ingress_host[:count] = rows
             self.ingress_host[2 * batch : 2 * batch + count] = columns
             if type(columns) is int and not rows.flags.writeable:
                 self._rows, self._columns = rows, columns
         self.ingress_host[batch : batch + count] = first_positions
-        if tokens.ndim == 1:
-            self.ingress_host[3 * batch : 3 * batch + tokens.size] = tokens
-        else:
-            self.ingress_host[3 * batch :].reshape(batch, self.width)[:count] = tokens
+        self.ingress_host[3 * batch :].reshape(batch, self.width)[:count] = tokens
+
+    def _selects(self, rows: npt.NDArray[np.int64], count: int, columns: Int32 | int) -> bool:
+        """Say whether rows and columns have the form of `write`."""
+        is_count = type(columns) is int and 0 <= columns <= self.width
+        return 0 <= count <= self.batch and rows.dtype == np.int64 and (
+            is_count or (type(columns) is np.ndarray and columns.dtype == np.int32 and columns.shape == (count,))
+        )
 
     def read_next_tokens(self, count: int) -> Int32:
         """Return a copy of next_tokens (count, W) of the first entries; the unit must have completed."""
+        if type(count) is not int or not 0 <= count <= self.batch:
+            raise pk.MisuseError("a count of entries", expected=f"an integer from 0 to {self.batch}",
+                                 got=pk.checks.shown(count), remedy="count the entries of the unit", clause="C15.1")
         egress = self._device.readable(self.egress_host)
         return egress[self.batch :].reshape(self.batch, self.width)[:count].copy()

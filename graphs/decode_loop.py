@@ -17,7 +17,6 @@ The loop remembers a sequence until `forget`, or until it prefills or resumes an
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import operator
 from collections.abc import Iterable, Iterator
@@ -130,7 +129,7 @@ class DecodeLoop:
             raise pk.MisuseError("a decode loop", expected="a model, which is an object with enqueue(unit)",
                                  got=f"the class {model.__name__}", remedy="make one of the class and pass that",
                                  clause="C15")
-        if not isinstance(store, pk.Store) or not callable(getattr(model, "enqueue", None)):
+        if not isinstance(store, pk.Store) or not pk.checks.has_method(model, "enqueue"):
             raise pk.MisuseError("a decode loop", expected="an open Store, and a model with enqueue(unit)",
                                  got=f"{type(store).__name__} and {type(model).__name__}",
                                  remedy="pass what open_store returned and a Model", clause="C15")
@@ -139,8 +138,8 @@ class DecodeLoop:
             prefill_chunk = min(PREFILL_CHUNK, chunk_max)
         if type(prefill_chunk) is not int or not PREFILL_WIDTH_MIN <= prefill_chunk <= chunk_max:
             raise pk.ConfigError("prefill_chunk", expected=f"an integer from {PREFILL_WIDTH_MIN} to {chunk_max}",
-                                 got=repr(prefill_chunk), remedy="choose such a chunk, or raise prefill_columns_max",
-                                 clause="C14.4")
+                                 got=pk.checks.shown(prefill_chunk),
+                                 remedy="choose such a chunk, or raise prefill_columns_max", clause="C14.4")
         self.store = store
         self.prefill_chunk = prefill_chunk
         self.graphs = GraphCache(store, model, use_graphs=use_graphs)
@@ -291,7 +290,7 @@ class DecodeLoop:
         The call is optional: the loop also forgets a sequence when another one takes its row.
         """
         self._recover()
-        if sequence in self._outputs.handles:
+        if self._outputs.knows(sequence):
             self._outputs = self._outputs.without(sequence)
 
     def _advance(self, sequences: Iterable[pk.Sequence], stops: frozenset[int]) -> _Chosen:
@@ -386,7 +385,7 @@ class DecodeLoop:
         self._pending = _Pending(batch, "decode", _NO_FRONTIERS)
         _DOMAIN.push_range(_DECODE)
         try:
-            sampled = self._run(graph, batch, 1, outputs.last_tokens[batch.index])
+            sampled = self._run(graph, batch, 1, outputs.last_tokens[batch.index].reshape(-1, 1))
             self._outputs, self._pending = outputs.with_tokens(batch, sampled, stops), None
         except BaseException as error:
             self._recover_after(error)
@@ -410,10 +409,7 @@ class DecodeLoop:
         return self._choose(chosen.named)
 
     def _run(self, graph: UnitGraph, batch: pk.Batch, columns: int, tokens: Int32) -> Int32:
-        """Run one unit and commit it; return the token sampled after the last column of each entry, (b,).
-
-        `tokens`: (b,) int32 for one column, or the columns of a single entry, (columns,).
-        """
+        """Run one unit and commit it; return the token sampled after the last column of each entry, (b,)."""
         control, pending = graph.unit.control, self._pending
         assert pending is not None, "what runs can be taken back"
         unit = self.store.begin_unit(batch, columns, name=pending.name)
@@ -441,7 +437,9 @@ class DecodeLoop:
                 chunk = prompt.ids[first : min(first + self.prefill_chunk, done + count)]
                 width = prefill_width(chunk.size, chunk=self.prefill_chunk)
                 graph = self._graph("prefill", 1, width)
-                token = self._run(graph, batch, chunk.size, chunk).item(0)
+                tokens = np.zeros((1, width), np.int32)
+                tokens[0, : chunk.size] = chunk
+                token = self._run(graph, batch, chunk.size, tokens).item(0)
             if count < left:
                 outputs = self._outputs.without(sequence)
             else:
@@ -459,7 +457,7 @@ class DecodeLoop:
         """Recover from an error; what goes wrong meanwhile becomes a note of it, and the next call tries again."""
         try:
             self._recover()
-        except Exception as second:  # noqa: BLE001 - a failed allocation too must not replace the first error
+        except (pk.PagedKVError, MemoryError) as second:
             error.add_note(f"and the loop could not take its step back: {second}")
 
     def _recover(self) -> None:
@@ -488,27 +486,24 @@ class DecodeLoop:
 
     def _named(self, sequences: Iterable[pk.Sequence]) -> tuple[pk.Sequence, ...]:
         """Return sequences as a tuple, each known here and named once."""
-        named: tuple[Any, ...] = tuple(sequences) if isinstance(sequences, Iterable) else (None,)
+        named: tuple[Any, ...] = tuple(sequences) if type(sequences) in _LISTS else pk.checks.checked_items(
+            "a step", sequences, expected=_NAMES, remedy=_NAMES_REMEDY, clause="C11.3"
+        )
         if not set(map(type, named)) <= {pk.Sequence}:
-            raise _refused_names(sequences)
-        handles = self._outputs.handles
-        with contextlib.suppress(IndexError, TypeError):  # a forged handle, whose row is none
-            if all(map(operator.is_, [handles[sequence.row] for sequence in named], named)):
-                if len({sequence.row for sequence in named}) != len(named):
-                    raise _refused_names(sequences)
-                return named
+            raise _refused_names(named)
         for sequence in named:
             self._require_known(sequence)
         if len(set(named)) != len(named):
-            raise _refused_names(sequences)
+            raise _refused_names(named)
         return named
 
     def _require_known(self, sequence: pk.Sequence) -> Outputs:
         """Return the outputs; refuse a sequence that has none."""
         if self._pending is not None:
             self._recover()
-        if not isinstance(sequence, pk.Sequence) or sequence not in self._outputs.handles:
-            raise pk.MisuseError(f"decoding {sequence}", expected="a sequence that this loop has prefilled or resumed",
+        if not self._outputs.knows(sequence):
+            raise pk.MisuseError(f"decoding {pk.checks.shown(sequence)}",
+                                 expected="a sequence that this loop has prefilled or resumed",
                                  got="one that it has not, or has forgotten, or whose row another sequence has",
                                  remedy="call prefill or resume first", clause="C9.4")
         return self._outputs
@@ -560,6 +555,7 @@ class Prefill:
 
 
 _LISTS = (list, tuple)
+_NAMES, _NAMES_REMEDY = "sequences, each once", "pass a list of handles, of one sequence too"
 _NO_FRONTIERS: Int32 = np.zeros(0, np.int32)
 
 
@@ -574,23 +570,23 @@ def _token_ids(what: str, ids: Iterable[int]) -> Int32:
         is_legal = not ids.size or (ids.min() >= 0 and ids.max() <= id_max)
         if is_legal:
             return np.array(ids, np.int32)
-    id_list = list(ids) if isinstance(ids, Iterable) else [None]
+    expected, remedy = f"integer token ids from 0 to {id_max}", "pass what the tokenizer gave"
+    id_list: tuple[Any, ...] = tuple(ids) if type(ids) in _LISTS else pk.checks.checked_items(
+        what, ids, expected=expected, remedy=remedy, clause="C14.4"
+    )
     for token in id_list:
-        if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token <= id_max:
-            raise pk.MisuseError(what, expected=f"integer token ids from 0 to {id_max}",
-                                 got=repr(token) if isinstance(ids, Iterable) else repr(ids),
-                                 remedy="pass what the tokenizer gave", clause="C14.4")
+        if not (type(token) is int or isinstance(token, np.integer)) or not 0 <= token <= id_max:
+            raise pk.MisuseError(what, expected=expected, got=pk.checks.shown(token), remedy=remedy, clause="C14.4")
     return np.array(id_list, np.int32)
 
 
-def _refused_names(sequences: object) -> pk.MisuseError:
-    return pk.MisuseError("a step", expected="sequences, each once", got=repr(sequences),
-                          remedy="pass a list of handles, of one sequence too", clause="C11.3")
+def _refused_names(named: object) -> pk.MisuseError:
+    return pk.MisuseError("a step", expected=_NAMES, got=pk.checks.shown(named), remedy=_NAMES_REMEDY, clause="C11.3")
 
 
 def _refuse_samples(key: GraphKey, sampled: Int32) -> NoReturn:
     """Refuse a negative token: the model wrote it, or wrote no token in the first run of the shape."""
     raise pk.MisuseError(
         f"tokens sampled by {key}", expected="ids of 0 or more after live columns", got=sampled.tolist(),
-        remedy="write next_tokens of every live column in the model", clause="C14.4",
+        remedy="write next_tokens of every live column in the model, from finite logits", clause="C14.4",
     )

@@ -10,12 +10,19 @@ from dataclasses import dataclass
 
 import pagedkv as pk
 
+EXTENT_MAX = 1 << 30
+SCALE_MAX = 1e38
+
 
 @dataclass(frozen=True)
 class GraphKey:
-    """One shape: unit name, route, B, W, dense or masked, profile, geometry and score scale.
+    """One shape: unit name, pool, route, B, W, dense or masked, profile, geometry and score scale.
 
-    `scale` is frozen at capture (C14.4); `max_context` sizes the launch.
+    `scale` is frozen at capture (C14.4); `max_context` sizes the launch.  `pool` is the pool in which the unit attends:
+    pools of equal geometry have their own frontiers and tables.
+
+    Raises:
+        MisuseError: a field of another type, a count below 1, or a scale that is not finite.
     """
 
     unit: str
@@ -27,10 +34,25 @@ class GraphKey:
     geometry: pk.KVGeometry
     max_context: int
     scale: float
+    pool: str = "main"
+
+    def __post_init__(self) -> None:
+        types = {"unit": str, "route": str, "profile": str, "pool": str, "is_masked": bool, "geometry": pk.KVGeometry,
+                 "scale": float}
+        for name, kind in types.items():
+            if type(value := getattr(self, name)) is not kind:
+                raise pk.MisuseError(f"{name} of a graph key", expected=f"a {kind.__name__}",
+                                     got=pk.checks.shown(value), remedy="build the key with key_for", clause="C15.2")
+        for name in ("batch", "width", "max_context"):
+            pk.checks.checked_integer(f"{name} of a graph key", getattr(self, name), 1, EXTENT_MAX,
+                                      remedy="build the key with key_for", clause="C15.2")
+        pk.checks.checked_number("scale of a graph key", self.scale, SCALE_MAX, remedy="build the key with key_for",
+                                 clause="C15.2")
 
     def __str__(self) -> str:
         mask = "masked" if self.is_masked else "dense"
-        return f"{self.unit}/{self.route} B={self.batch} W={self.width} {mask} {self.profile}"
+        pool = "" if self.pool == "main" else f" in {self.pool}"
+        return f"{self.unit}/{self.route}{pool} B={self.batch} W={self.width} {mask} {self.profile}"
 
 
 def key_for(
@@ -41,16 +63,20 @@ def key_for(
     A draft unit passes the pool in which it attends, so that target and draft never share a graph (C3.3, C15.2).
 
     Raises:
-        MisuseError: the store has no such pool.
+        MisuseError: no configuration, one without such a pool, or a field that `GraphKey` refuses.
     """
-    profile, geometry = str(config.profile), config.geometry
-    if pool != "main":
+    shown = pk.checks.shown
+    if not isinstance(config, pk.StoreConfig):
+        raise pk.MisuseError("a key", expected="a StoreConfig", got=shown(config), remedy="pass store.config",
+                             clause="C15.2")
+    profile, geometry = config.resolved_profile.name, config.geometry
+    if type(pool) is not str or pool != "main":
         pools = {enabled.name: enabled for enabled in config.pools}
         if not isinstance(pool, str) or pool not in pools:
-            raise pk.MisuseError(f"a key of pool {pool!r}", expected=f"one of {list(pools)}",
-                                 got=repr(pool), remedy="name an enabled pool", clause="C3.3")
+            raise pk.MisuseError(f"a key of pool {shown(pool)}", expected=f"one of {list(pools)}",
+                                 got=shown(pool), remedy="name an enabled pool", clause="C3.3")
         profile, geometry = pools[pool].profile.name, pools[pool].geometry
     return GraphKey(
         unit=unit, route=route, batch=batch, width=width, is_masked=True, profile=profile, geometry=geometry,
-        max_context=config.max_context, scale=geometry.head_dim**-0.5,
+        max_context=config.max_context, scale=geometry.head_dim**-0.5, pool=pool,
     )

@@ -80,6 +80,13 @@ class Outputs(NamedTuple):
     reasons: npt.NDArray[np.int8]
     undelivered: tuple[Sampled, ...] = ()
 
+    def knows(self, sequence: object) -> bool:
+        """Say whether the sequence has a row here."""
+        return (
+            type(sequence) is pk.Sequence and type(sequence.row) is int and 0 <= sequence.row < len(self.handles)
+            and self.handles[sequence.row] == sequence
+        )
+
     def with_sequence(self, sequence: pk.Sequence, last_token: int, tokens_left: int, *, is_new: bool) -> Outputs:
         """Return outputs with a sequence that may sample so many more tokens, in place of the one of its row.
 

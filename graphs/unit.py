@@ -7,11 +7,9 @@ rows change between replays, shapes do not.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 import pagedkv as pk
@@ -44,7 +42,7 @@ class Unit:
 
     def __init__(self, store: pk.Store, key: GraphKey) -> None:
         if not isinstance(key, GraphKey):
-            raise pk.MisuseError("a unit", expected="a GraphKey", got=repr(key), remedy="name the shape",
+            raise pk.MisuseError("a unit", expected="a GraphKey", got=pk.checks.shown(key), remedy="name the shape",
                                  clause="C15.2")
         self.key = key
         self.route = key.route
@@ -118,8 +116,8 @@ class Unit:
         self, kernel: pk.Kernel, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Sequence[Any]
     ) -> None:
         """Enqueue a kernel of the caller."""
-        if not hasattr(kernel, "launch"):
-            raise pk.MisuseError("a launch", expected="a kernel that device.load returned", got=repr(kernel),
+        if not pk.checks.has_method(kernel, "launch"):
+            raise pk.MisuseError("a launch", expected="a kernel that device.load returned", got=pk.checks.shown(kernel),
                                  remedy="load its module before the first unit", clause="C15.1")
         kernel.launch(grid, block, arguments, self.stream)
 
@@ -129,7 +127,7 @@ class Unit:
         Raises:
             MisuseError: capture asks for other buffers than warm-up did, or for a shape or dtype that no array has.
         """
-        shape, dtype = _array_form(shape, dtype)
+        shape, dtype = pk.checks.array_form(shape, dtype)
         index = self._buffer_next
         self._buffer_next += 1
         if not self.stream.is_capturing and index == len(self._buffers):
@@ -137,7 +135,7 @@ class Unit:
         if index >= len(self._buffers) or (self._buffers[index].shape, self._buffers[index].dtype) != (shape, dtype):
             raise pk.MisuseError(
                 f"buffer {index} of {self.key}", expected="the same buffers in the same order at every enqueue",
-                got=f"{shape} {dtype}", remedy="enqueue the same work for one shape", clause="C15.1",
+                got=f"{pk.checks.shown(shape)} {dtype}", remedy="enqueue the same work for one shape", clause="C15.1",
             )
         return self._buffers[index]
 
@@ -153,37 +151,34 @@ class Unit:
         layers = len(self.views.get(pool, ())) if isinstance(pool, str) else 0
         if type(layer) is not int or not 0 <= layer < layers:
             counts = {name: len(views) for name, views in self.views.items()}
-            raise pk.MisuseError(what, expected=f"a layer of {counts}", got=f"layer {layer!r} of pool {pool!r}",
+            got = f"layer {pk.checks.shown(layer)} of pool {pk.checks.shown(pool)}"
+            raise pk.MisuseError(what, expected=f"a layer of {counts}", got=got,
                                  remedy="count layers from 0 in each pool", clause="C14.1")
         return self.views[pool][layer]
 
     def _attended_view(self, what: str, layer: int, pool: str) -> pk.PagedKVBatchLayerView:
-        """Return the view of a layer; refuse a pool of another shape, because the scale is the key's.  (C15.2)"""
+        """Return the view of a layer; refuse another pool than the key's, whose scale the unit has.  (C15.2)"""
         view = self._view(what, layer, pool)
-        key, geometry = self.key, self.key.geometry
-        if (view.storage.name, view.num_kv_heads, view.head_dim) != (key.profile, geometry.kv_heads, geometry.head_dim):
+        if pool != self.key.pool:
             raise pk.MisuseError(
-                f"{what} in pool {pool} by unit {key}",
-                expected=f"{view.storage.name} of {view.num_kv_heads} KV heads and head_dim {view.head_dim}, "
-                         "as the pool",
-                got=f"a key of {key.profile}, {geometry.kv_heads} KV heads and head_dim {geometry.head_dim}",
-                remedy=f"build the key with key_for(pool={pool!r})", clause="C15.2",
+                f"{what} in pool {pool} by unit {self.key}", expected=f"pool {self.key.pool}, as the key says",
+                got=f"pool {pool}", remedy=f"build the key with key_for(pool={pool!r})", clause="C15.2",
             )
         return view
 
 
 def _require_planned(config: pk.StoreConfig, key: GraphKey) -> None:
     """Refuse a key that is no shape of this store, or wider than the store was planned for.  (C5.4, C15.2)"""
-    pools = [(pool.profile.name, pool.geometry) for pool in config.pools]
-    has_pool = (key.profile, key.geometry) in pools
+    pools = {pool.name: (pool.profile.name, pool.geometry) for pool in config.pools}
+    has_pool = pools.get(key.pool) == (key.profile, key.geometry)
     geometry = key.geometry if has_pool else config.geometry
     pk.AttentionShape(key.route, key.batch, key.width, geometry.query_heads, geometry.kv_heads, geometry.head_dim,
                       config.max_context)  # refuses an unknown route, and B or W that the route does not have
-    if not has_pool or key.max_context != config.max_context or type(key.scale) is not float:
-        own = " or ".join(f"{profile}, {geometry}" for profile, geometry in pools)
+    if not has_pool or key.max_context != config.max_context:
+        own = " or ".join(f"{pool}, {profile}, {geometry}" for pool, (profile, geometry) in pools.items())
         raise pk.MisuseError(
-            f"unit {key}", expected=f"the store's own {own}, max_context {config.max_context}, a float scale",
-            got=f"{key.profile}, {key.geometry}, max_context {key.max_context}, scale {key.scale!r}",
+            f"unit {key}", expected=f"the store's own {own}, max_context {config.max_context}",
+            got=f"{key.pool}, {key.profile}, {key.geometry}, max_context {key.max_context}",
             remedy="build the key with key_for of the store's configuration", clause="C15.2",
         )
     option = "decode_columns_max" if key.route == "decode" else "prefill_columns_max"
@@ -194,14 +189,3 @@ def _require_planned(config: pk.StoreConfig, key: GraphKey) -> None:
             got=f"B={key.batch} and W={key.width}", remedy=f"raise {option} or max_concurrency of StoreConfig",
             clause="C5.4",
         )
-
-
-def _array_form(shape: object, dtype: object) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape as plain integers and the dtype as an object; refuse what no array has.  (C15.1)"""
-    try:
-        if isinstance(shape, tuple | list):
-            return tuple(operator.index(extent) for extent in shape), np.dtype(dtype)  # type: ignore[call-overload]
-    except TypeError:
-        pass
-    raise pk.MisuseError("a buffer", expected="a tuple of integers and a NumPy dtype", got=f"{shape!r} {dtype!r}",
-                         remedy="pass the shape and dtype of the array", clause="C15.1")

@@ -50,6 +50,7 @@ from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
 from pagedkv.record.replay import JournalDifference, ReplayReport, replay_journal
 from pagedkv.store.opening import open_store
 from pagedkv.store.store import Store
+from pagedkv.values import checks
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
 from pagedkv.values.config import (
     AutoCapacity,
@@ -128,6 +129,7 @@ __all__ = [
     "Transaction",
     "TransferFailed",
     "UnitInFlight",
+    "checks",
     "clause",
     "clauses",
     "codecs",

@@ -15,7 +15,7 @@ import importlib.resources
 import re
 from dataclasses import dataclass
 
-from pagedkv.errors import MisuseError
+from pagedkv.errors import MisuseError, shown
 
 _SECTION = re.compile(r"^## (C?\d+) (.+)$")
 _CLAUSE = re.compile(r"^- (C\d+\.\d+) ")
@@ -109,9 +109,9 @@ def clause(name: str) -> str:
         return known[canonical].text
     nearest = difflib.get_close_matches(canonical, known, n=4, cutoff=0.5)
     raise MisuseError(
-        f"clause {name!r}",
+        f"clause {shown(name)}",
         expected="a clause such as C12.2, a section such as C12, or a codec section such as codecs 3",
-        got=f"{name!r}, which no text contains",
+        got=f"{shown(name)}, which no text contains",
         remedy=f"look at {', '.join(nearest)}" if nearest else "list them with `pagedkv help`",
         clause="C0", nearest=tuple(nearest),
     )

@@ -26,6 +26,7 @@ Scarcity inside a step is an answer (a value), never an exception (C10.9, C16.17
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -45,7 +46,8 @@ class PagedKVError(Exception):
     def __init__(
         self, refused: str, *, expected: object, got: object, remedy: str, clause: str, **fields: object
     ) -> None:
-        super().__init__(f"{refused} was refused: expected {expected}, got {got}; {remedy}. ({clause})")
+        expected_text, got_text = shown(expected, str), shown(got, str)
+        super().__init__(f"{refused} was refused: expected {expected_text}, got {got_text}; {remedy}. ({clause})")
         self.refused = refused
         self.expected = expected
         self.got = got
@@ -176,9 +178,9 @@ class Caught:
         return self.error is not None
 
 
-def shown(value: object) -> str:
-    """Return `repr(value)` for a message.  A value whose repr raises is named by its type: the refusal still comes."""
+def shown(value: object, form: Callable[[object], str] = repr) -> str:
+    """Return `repr(value)`, or another form, for a message.  A value that cannot be printed is named by its type."""
     text = ""
     with Caught() as caught:
-        text = repr(value)
+        text = form(value)
     return text if caught.error is None else f"<{type(value).__name__}: its repr raised {type(caught.error).__name__}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 from collections.abc import Iterator
@@ -47,6 +48,31 @@ def test_an_observer_hears_a_page_come_and_go(store: pk.Store, caplog: pytest.Lo
     stop()
     run_unit(store, store.activate(prompt_tokens=1, output_tokens=1), 1)
     assert picture.events == []
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit])
+def test_an_observer_that_is_cancelled_leaves_no_row_frozen(error: type[BaseException], store: pk.Store) -> None:
+    """C12.4: each operation completes first, then lets the exception out; no handle is lost for good."""
+    sequence = store.activate(prompt_tokens=70, output_tokens=10)
+
+    def cancel(event: pk.PageEvent) -> None:
+        raise error
+
+    stop = store.observe(cancel)
+    with pytest.raises(error):
+        store.begin_unit(store.batch([sequence]), {"main": 70, "mtp": 70})
+    (unit,) = store.units()
+    store.wait(unit)
+    store.commit(unit, {"main": 3, "mtp": 3})
+    with pytest.raises(error):
+        store.trim(store.batch([sequence]))
+    assert (store.units(), store.evidence, store.page_ids(sequence)) == ([], None, [0])
+    with pytest.raises(error):
+        store.finish(sequence)
+    stop()
+
+    assert store.sequences() == []
+    store.check()
 
 
 def test_counters_count_without_an_observer(store: pk.Store) -> None:

@@ -1,6 +1,7 @@
 """What a careless embedder does through public names: every refusal is ours, and nothing changed by it.
 
 Tests of one owner stand with that owner; here is what crosses several: handles, units, loops, copies, closing.
+`hostile/` has every hostile value and array in every call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pagedkv as pk
 from pagedkv.devices import CpuDevice
 from pagedkv.graphs import DecodeLoop, GraphKey, Unit, UnitGraph
 from tests.host.refusals import refused
+from tests.hostile.values import Speechless
 from tests.toy_model import ToyModel
 
 GEOMETRY = pk.KVGeometry(layers=2, query_heads=2, kv_heads=1, head_dim=64)
@@ -63,13 +65,6 @@ def fail_beyond_position_11(valid_columns: Any, first_positions: Any) -> None:
         raise LookupError("no such position")
 
 
-class Speechless:
-    """An object that cannot be printed."""
-
-    def __repr__(self) -> str:
-        raise LookupError("no words")
-
-
 class Shifting(pk.Sequence):
     """A handle that may answer otherwise each time it is asked."""
 
@@ -105,7 +100,7 @@ def test_what_is_of_another_kind_is_refused() -> None:
             ("C9.10", unprintable, lambda value: store.truncate(sequence, value)),
             ("C3.3", unprintable, lambda value: store.page_ids(sequence, value)),
             ("C3.3", ([],), lambda value: store.committed_tokens(sequence, value)),
-            ("C11.2", unprintable, lambda value: store.ensure_mapped_to_tokens(sequence, value)),
+            ("C9.3", unprintable, lambda value: store.ensure_mapped_to_tokens(sequence, value)),
             ("C9.2", unprintable, lambda value: store.activate(prompt_tokens=value, output_tokens=0)),
             ("C9.2", unprintable, lambda value: store.activate(prompt_tokens=1, output_tokens=value)),
             ("C10.9", ((4, 0), Unchecked(-500, 0)), store.can_honour),
@@ -356,7 +351,7 @@ def test_a_call_that_raises_at_a_replay_moves_nothing(use_graphs: bool, mode: st
 @pytest.mark.parametrize("meddling", [
     lambda unit: unit.attend(2, None, None, None, None), lambda unit: unit.attend(-1, None, None, None, None),
     lambda unit: unit.attend(True, None, None, None, None),
-    lambda unit: unit.attend(0, None, None, None, None, pool="mtp"), lambda unit: unit.empty(5, np.int32),
+    lambda unit: unit.attend(0, None, None, None, None, pool="mtp"), lambda unit: unit.empty(5.0, np.int32),
     lambda unit: unit.empty((1,), "zz"), lambda unit: unit.launch(None, (1, 1, 1), (1, 1, 1), ()),
 ])
 def test_what_a_model_asks_wrongly_is_refused_at_its_first_enqueue(meddling: Callable[[Unit], None]) -> None:

@@ -175,17 +175,22 @@ class Injected(Exception):
 CRASH = pk.DeviceFault("a kernel", expected="no fault", got="one", remedy="none", clause="C12.4")
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int, error: Exception) -> None:
-    """Let the `number`-th call of a method raise, after it was counted."""
-    original: Callable[..., Any] = getattr(owner, name)
+def fail_at(
+    monkeypatch: pytest.MonkeyPatch, store: pk.Store, owner: str, name: str, number: int, error: Exception
+) -> None:
+    """Let the `number`-th call of a method of the store's ops or device raise, after it was counted."""
+    users, target = store.device.state.users, getattr(store, owner)
+    original: Callable[..., Any] = getattr(target, name)
     calls = iter(range(1, 1000))
 
     def call(*arguments: Any, **named: Any) -> Any:
         if next(calls) == number:
+            if isinstance(error, pk.DeviceFault):
+                users.report(error)
             raise error
         return original(*arguments, **named)
 
-    monkeypatch.setattr(owner, name, call)
+    monkeypatch.setattr(target, name, call)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -207,7 +212,7 @@ def test_a_failure_on_the_device_leaves_no_trace_of_the_activation_or_snapshot(
             store.activate, source=saved, frontier={"main": 100, "draft": 70}, keep_source=change == "fork",
             prompt_tokens=9, output_tokens=9)
         with monkeypatch.context() as patch:
-            fail_at(patch, getattr(store, owner), name, number, error)
+            fail_at(patch, store, owner, name, number, error)
             with pytest.raises(type(error)):
                 go_on()
 
@@ -238,7 +243,7 @@ def test_nothing_is_copied_published_or_withdrawn_into_a_capture(sanitizer: bool
         withdrawals = (partial(store.finish, sequence), partial(store.abort, sequence), partial(store.trim, batch),
                        partial(store.truncate, sequence, 0), partial(store.commit, unit), partial(store.fail, unit))
         for call in (*copies, *withdrawals) if sanitizer else copies:
-            with pytest.raises(pk.CaptureRefused, match="outside the capture"):
+            with pytest.raises(pk.CaptureRefused, match="no capture on this device"):
                 call()
 
         assert store.device.end_capture(store.stream).nodes == ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import signal
 import threading
 
 import numpy as np
@@ -180,6 +179,10 @@ def test_closing_waits_for_units_in_flight_and_names_them(caplog: pytest.LogCapt
     assert not caplog.messages
 
 
+def interrupted_wait(stream: pk.Stream) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("fault", ["none", "unit", "unit and memory", "wait", "latched"])
 def test_closing_runs_to_its_end_and_raises_the_first_error(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """C12.4: of a failed kernel, an overwritten canary and an interrupt the first is raised, the rest are notes."""
@@ -199,7 +202,7 @@ def test_closing_runs_to_its_end_and_raises_the_first_error(fault: str, monkeypa
         with pytest.raises(pk.DeviceFault):
             store.check()
     if fault == "wait":
-        monkeypatch.setattr(type(store.stream), "synchronize", lambda stream: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr(type(store.stream), "synchronize", interrupted_wait)
     kind = {"unit": pk.DeviceFault, "unit and memory": pk.DeviceFault, "wait": KeyboardInterrupt}.get(fault)
     with contextlib.nullcontext() if kind is None else pytest.raises(kind) as caught:
         store.close()
@@ -244,3 +247,62 @@ def test_rows_that_cross_together_are_published_by_two_device_calls(device: pk.D
             store.commit(unit)
             store.check()  # compares the device tables
         assert store.published_slices == 3 * rows
+
+
+def append_token(store: pk.Store, view: pk.PagedKVLayerView, word: int, position: int) -> None:
+    """Append one K and V row of a word at a position, through the view of one sequence."""
+    k, v = (store.device.zeros((1, 1, 1, 64), np.uint16) for _ in range(2))
+    k[...], v[...] = word, word
+    positions = store.device.zeros((1,), np.int32)
+    positions[...] = position
+    store.ops.append(view, k, v, positions, stream=store.stream)
+    store.stream.synchronize()
+
+
+@pytest.mark.parametrize("pool", ["main", "mtp"])
+def test_a_view_of_one_sequence_holds_until_it_ends(device: pk.Device, pool: str) -> None:
+    """C14.1, C6.1: it shows pages that are mapped later, and never those of the next sequence of the same row."""
+    with pk.open_store(CONFIG, device=device) as store:
+        first = store.activate(prompt_tokens=100, output_tokens=5)
+        view = store.layer_view(first, pool)
+        store.ensure_mapped_to_tokens(first, 70, pool)
+        append_token(store, view, 0x3F80, 65)
+        scales = store.views[pool][0].k_scale_pages
+        assert scales is not None
+        page = scales[store.page_ids(first, pool)[1]]
+        assert float(page[0, 1].view(np.float16)[0]) > 0
+        store.finish(first)
+        second = store.activate(prompt_tokens=100, output_tokens=5)
+        assert second.row == first.row
+        store.ensure_mapped_to_tokens(second, 70, pool)
+
+        before = {role: plane.copy() for (plane, _), role in zip(store.views[pool][0].planes, "abcd", strict=True)}
+        with pytest.raises(pk.StaleHandle):
+            append_token(store, view, 0x4000, 65)
+        for (plane, _), role in zip(store.views[pool][0].planes, "abcd", strict=True):
+            np.testing.assert_array_equal(np.asarray(before[role]), np.asarray(plane))
+        append_token(store, store.layer_view(second, pool), 0x4000, 65)
+        store.check()
+    with pytest.raises(pk.MisuseError, match="a closed one"):
+        append_token(store, view, 0, 65)
+
+
+def test_a_view_of_one_sequence_is_refused_under_capture_and_for_what_is_not_there(device: pk.Device) -> None:
+    """C15.2, C14.1: a graph would freeze the row's address; nothing is recorded."""
+    with pk.open_store(CONFIG, device=device) as store:
+        sequence = store.activate(prompt_tokens=100, output_tokens=5)
+        view = store.layer_view(sequence)
+        k, positions = store.device.zeros((1, 1, 1, 64), np.uint16), store.device.zeros((1,), np.int32)
+        store.ops.prepare("int8-g64", 64)
+        store.device.begin_capture(store.stream)
+        with pytest.raises(pk.CaptureRefused, match="layer_view"):
+            store.layer_view(sequence)
+        with pytest.raises(pk.CaptureRefused, match="view of one sequence"):
+            store.ops.append(view, k, k, positions, stream=store.stream)
+        assert not store.device.end_capture(store.stream).nodes
+        for pool, layer in (("main", 1), ("main", -1), ("main", True), ("draft", 0), (None, 0)):
+            with pytest.raises(pk.MisuseError):
+                store.layer_view(sequence, pool, layer)  # type: ignore[arg-type]
+        store.finish(sequence)
+        with pytest.raises(pk.StaleHandle):
+            store.layer_view(sequence)

@@ -30,7 +30,7 @@ FIGURES = (
 
 _COUNT = r"(\d{1,15})"  # enough for every limit, and short enough for int()
 _MTP = re.compile(rf"mtp:{_COUNT}(?::{_COUNT})?")
-_DRAFT = re.compile(rf"draft:{_COUNT}x{_COUNT}x{_COUNT}x{_COUNT}")
+_DRAFT = re.compile(rf"(?:draft|dflash full):{_COUNT}x{_COUNT}x{_COUNT}x{_COUNT}", re.IGNORECASE)
 
 
 @click.command()
@@ -47,7 +47,7 @@ _DRAFT = re.compile(rf"draft:{_COUNT}x{_COUNT}x{_COUNT}x{_COUNT}")
 @click.option("--min-tokens", type=positive, help="Refuse less capacity, with auto.")
 @click.option("--free-bytes", type=byte_count, help="Free memory of another machine, such as 80GiB.")
 @click.option("--device", type=device_choice, default="auto", show_default=True)
-@click.option("--backend", help="mtp:K, mtp:K:LAYERS, or draft:LAYERSxQUERY_HEADSxKV_HEADSxHEAD_DIM.")
+@click.option("--backend", help="ordinary, mtp:K, mtp:K:LAYERS, or draft:LAYERSxQUERY_HEADSxKV_HEADSxHEAD_DIM.")
 @click.option("--host-arena", "host_arena_bytes", type=byte_count, default=0, help="Pinned host memory for replicas.")
 @click.option("--state-per-lane", "state_bytes_per_lane", type=byte_count, default=0,
               help="Your own device memory for each lane.")  # fmt: skip
@@ -105,18 +105,19 @@ def command(
 
 
 def parse_backend(text: str | None) -> pk.MTPBackend | pk.DraftFullBackend | None:
-    """Return the backend that a text names: mtp:K, mtp:K:LAYERS, or draft:LAYERSxQUERYxKVxDIM.  (C3.3)
+    """Return the backend that a text names: ordinary, mtp:K, mtp:K:LAYERS, or draft:LAYERSxQUERYxKVxDIM.  (C3.3)
 
     Raises:
         ConfigError: another form, or numbers that a backend refuses.
     """
-    if text is None:
+    if text is None or text.lower() == "ordinary":
         return None
     if match := _MTP.fullmatch(text):
         return pk.MTPBackend(int(match[1]), layers=int(match[2] or 1))
     if match := _DRAFT.fullmatch(text):
         return pk.DraftFullBackend(pk.KVGeometry(*(int(number) for number in match.groups())))
-    raise pk.ConfigError("--backend", expected="mtp:K, mtp:K:LAYERS or draft:LAYERSxQUERY_HEADSxKV_HEADSxHEAD_DIM",
+    expected = "ordinary, mtp:K, mtp:K:LAYERS or draft:LAYERSxQUERY_HEADSxKV_HEADSxHEAD_DIM"
+    raise pk.ConfigError("--backend", expected=expected,
                          got=repr(text), remedy="for example mtp:3 or draft:2x8x4x128", clause="C3.3")
 
 

@@ -7,7 +7,8 @@
 // With PK_CODEC_EVENTS every kernel counts the groups that codecs 8 names into `event_counts` (codec.cuh).
 //
 // The kernels read nothing back and change no byte outside the addressed rows.  They do not read rows of dead columns:
-// NaN in a rejected tail, or a table row of -1 for an entry without live columns, has no effect.
+// NaN in a rejected tail, or a table row of -1 for an entry without live columns, has no effect.  A live column at a
+// negative position names no row of the cache and writes nothing.
 //
 //   kernel             grid                              block   shared bytes        called from
 //   append_rows        (ceil(B*W*H / rows a warp), 1, 1) 64      2 * (2048 + 128)    ops.append, ops.causal_attention
@@ -50,9 +51,10 @@ __device__ __forceinline__ AppendPlace append_place(const uint16_t* rows, const 
     const int entry = static_cast<int>(token / width);
     const int column = static_cast<int>(token - static_cast<int64_t>(entry) * width);
     if (live_columns != nullptr && column >= live_columns[entry]) return place;
-    const int table_row = table_rows[entry];
+    const int table_row = table_row_of(table_rows, entry);
     if (table_row < 0) return place;
     const int position = first_positions[entry] + column;
+    if (position < 0) return place;
     place.page = block_table[static_cast<int64_t>(table_row) * table_width + (position >> kPageShift)];
     place.head = static_cast<int>(row - token * kv_heads);
     place.offset = position & kPageMask;
@@ -108,8 +110,8 @@ __device__ __forceinline__ void append_row(const AppendPlace& place, const Plane
                                        lane PK_EVENT_ARGUMENT);                                                        \
     }
 
-// k, v: (B, W, Hkv, D) BF16; planes of one layer; block_table: (C, table_width); first_positions, table_rows: (B,);
-// valid_columns: (B,) or null = W everywhere.
+// k, v: (B, W, Hkv, D) BF16; planes of one layer; block_table: (C, table_width); first_positions, table_rows: (B,),
+// table_rows null = row 0; valid_columns: (B,) or null = W everywhere.
 extern "C" __global__ void append_rows(PK_APPEND_PARAMETERS(valid_columns)) { PK_APPEND_BODY(valid_columns) }
 PK_EXPORT(append_rows)
 

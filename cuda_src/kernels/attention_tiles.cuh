@@ -49,7 +49,7 @@ struct Attention {
     const int32_t* block_table;
     int table_width;
     const int32_t* positions;  // causal: position of column 0; context: number of positions that every column sees
-    const int32_t* table_rows;
+    const int32_t* table_rows;     // null: every entry has row 0
     const int32_t* valid_columns;
     int width, kv_heads, group_size;
     float scale_log2;  // scale * log2(e)
@@ -71,6 +71,12 @@ struct Tile {
         return first_position + column_step * ((row_begin + row) / op.group_size);
     }
 
+    // Is the row's column inert?  It is not live, or a causal one lies before position 0 and sees nothing.  The latter
+    // rows are a prefix of the tile: if there are any, row 0 is one.
+    __device__ __forceinline__ bool is_inert(const Attention& op, int row) const {
+        return row >= live_rows || (column_step > 0 && position_of(op, row) < 0);
+    }
+
     // Row of (B, W, Hq) that holds row `row` of the tile.
     __device__ __forceinline__ int64_t output_row(const Attention& op, int row) const {
         const int column = (row_begin + row) / op.group_size;
@@ -89,7 +95,7 @@ struct Tile {
 // Returns how many columns of a batch entry are live: a prefix.
 __device__ __forceinline__ int live_columns(const Attention& op, int entry) {
     const int valid = op.valid_columns != nullptr ? op.valid_columns[entry] : op.width;
-    return op.table_rows[entry] < 0 ? 0 : valid < op.width ? valid : op.width;
+    return table_row_of(op.table_rows, entry) < 0 ? 0 : valid < op.width ? valid : op.width;
 }
 
 template <bool kIsCausal>
@@ -139,7 +145,7 @@ __device__ __forceinline__ void store_output(const Attention& op, const Tile& ti
 __device__ __forceinline__ void store_inert_rows(const Attention& op, const Tile& tile) {
     const int row = threadIdx.x / kPieces;
     const int piece = threadIdx.x % kPieces;
-    if (row < tile.live_rows || row >= tile.rows) return;
+    if (row >= tile.rows || !tile.is_inert(op, row)) return;
     const uint32_t zeros[8] = {};
     store_output(op, tile, row, piece, zeros);
     if (op.lse != nullptr && piece == 0) op.lse[tile.output_row(op, row)] = -infinity();
@@ -335,7 +341,7 @@ __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& til
                                             const int* row_positions, float* slices, float* sums, int group) {
     const int stream = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int32_t* table_row = op.block_table + static_cast<int64_t>(op.table_rows[tile.entry]) * op.table_width;
+    const int32_t* table_row = op.block_table + static_cast<int64_t>(table_row_of(op.table_rows, tile.entry)) * op.table_width;
     const int first_position = row_positions[0];  // the smallest of the live rows
     const int group_end = group_start(group + 1);
     const int page_end = (group_end - 1 < tile.last_position ? group_end - 1 : tile.last_position) >> kPageShift;

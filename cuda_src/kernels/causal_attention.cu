@@ -10,7 +10,8 @@
 // decode: one block per key group.  It finishes the rows whose context is one group; of other rows it stores (O, m, l)
 // in the workspace, and the merge folds the groups from the left.  The grid depends on shapes only; blocks of groups
 // beyond the tile's last position return at once (C15.3).  prefill: one block folds all groups in turn, with the same
-// arithmetic.  Inert columns, and all columns of an entry with table row -1, give exact +0 and lse -infinity.
+// arithmetic.  Inert columns, all columns of an entry with table row -1, and columns before position 0, which see nothing,
+// give exact +0 and lse -infinity.
 
 #include "kernels/runtime.cuh"
 
@@ -26,7 +27,7 @@ __device__ __forceinline__ void attend(const Attention& op) {
     // Most groups of a long max_context lie beyond the row: return before anything costs time.
     if (group > 0 && op.positions[blockIdx.z] + op.width - 1 < group_start(group)) return;
     const Tile tile = tile_of<true>(op, kIsPrefill ? tiles - 1 - blockIdx.x : blockIdx.x - group * tiles);
-    if (group == 0 && tile.live_rows < tile.rows) store_inert_rows(op, tile);
+    if (group == 0 && (tile.live_rows < tile.rows || tile.is_inert(op, 0))) store_inert_rows(op, tile);
     if (tile.live_rows == 0 || group_start(group) > tile.last_position) return;
 
     PK_SHARED(float, queries, kRows * kHeadDim);
@@ -89,8 +90,8 @@ __device__ __forceinline__ void merge_groups(const Attention& op) {
 // ---- kernels -------------------------------------------------------------------------------------------------------
 //
 // q, out: (B, W, Hq, D) BF16; lse: (B, W, Hq) FP32 or null; planes of one layer with their head and page strides in
-// bytes; block_table: (C, table_width); first_positions, table_rows, valid_columns: (B,), the last null when every
-// column is live; workspace: attention_tiles.cuh, null when groups == 1 or for prefill.  All rows 16-byte aligned.
+// bytes; block_table: (C, table_width); first_positions, table_rows, valid_columns: (B,), table_rows null for a table of
+// one row, valid_columns null when every column is live; workspace: attention_tiles.cuh, null when groups == 1 or for prefill.  All rows 16-byte aligned.
 
 #define PK_ATTENTION_PARAMETERS                                                                                        \
     const uint16_t *__restrict__ q, uint16_t *__restrict__ out, float *__restrict__ lse,                               \

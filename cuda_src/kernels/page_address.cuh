@@ -28,6 +28,11 @@ struct Plane {
     int64_t page_bytes;  // between two pages of one KV head
 };
 
+// Returns the table row of a batch entry; a table of one row comes without `table_rows`.  (C14.1)
+__device__ __forceinline__ int table_row_of(const int32_t* table_rows, int entry) {
+    return table_rows == nullptr ? 0 : table_rows[entry];
+}
+
 // Returns the first byte of row `offset` of KV head `head` in page `page`; rows are row_bytes apart.
 __device__ __forceinline__ uint8_t* row_address(const Plane& plane, int page, int head, int offset, int row_bytes) {
     return plane.base + page * plane.page_bytes + head * plane.head_bytes + offset * row_bytes;

@@ -38,7 +38,7 @@ from pagedkv.codecs.formats import (
     pack_pairs,
     unpack_pairs,
 )
-from pagedkv.errors import MisuseError
+from pagedkv.errors import MisuseError, shown
 from pagedkv.values.profiles import (
     BF16_FORMAT,
     FP4_FORMAT,
@@ -308,7 +308,7 @@ def _bytes_of(array: npt.NDArray[Any]) -> BytesArray:
 def _resolve(profile: str | Profile, kind: str) -> tuple[Profile, Format]:
     resolved = resolve_profile(profile)
     if kind not in {"k", "v"}:
-        raise MisuseError(f"kind of vector for profile {resolved.name}", expected="'k' or 'v'", got=repr(kind),
+        raise MisuseError(f"kind of vector for profile {resolved.name}", expected="'k' or 'v'", got=shown(kind),
                           remedy="name one of the two: a profile may store them differently", clause="codecs 1")
     return resolved, resolved.k if kind == "k" else resolved.v
 

@@ -10,7 +10,7 @@ from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.devices.cuda.driver import visible_gpu
 from pagedkv.devices.protocol import Device
-from pagedkv.errors import MissingRequirement, MisuseError
+from pagedkv.errors import MissingRequirement, MisuseError, shown
 
 NAMES = ("auto", "cpu", "cuda")
 
@@ -24,6 +24,8 @@ def open_device(name: str = "auto") -> Device:
         MisuseError: another name.
         MissingRequirement: what the device needs is not there, and how to get it.
     """
+    if not isinstance(name, str):
+        name = shown(name)
     if name == "cpu":
         return CpuDevice(reason="asked for")
     if name == "cuda":
@@ -38,7 +40,7 @@ def open_device(name: str = "auto") -> Device:
                     f"{missing.got}; {missing.remedy}"
                 )
             return CpuDevice(reason=f"chosen because there is no cuda device: {missing.got}")
-    raise MisuseError("device", expected=f"one of {NAMES}", got=repr(name), remedy="name one of them", clause="C12.4")
+    raise MisuseError("device", expected=f"one of {NAMES}", got=name, remedy="name one of them", clause="C12.4")
 
 
 __all__ = ["CpuDevice", "CudaDevice", "Device", "open_device"]

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.devices.protocol import CPU_ONLY_ATTRIBUTE
-from pagedkv.errors import CaptureRefused, MisuseError
+from pagedkv.errors import CaptureRefused, Caught, MisuseError, shown
 
 MATRIX_PRODUCTS = frozenset(
     ("matmul", "dot", "einsum", "tensordot", "inner", "vdot", "linalg", "vecdot", "matvec", "vecmat")
@@ -60,7 +60,7 @@ def freeze_call(fn: Callable[..., Any]) -> Callable[..., Any]:
     plain = search.run()
     if search.product and not getattr(fn, CPU_ONLY_ATTRIBUTE, False):
         raise CaptureRefused(
-            f"call of {_name(fn)}",
+            f"call of {name_of(fn)}",
             expected="no library matrix product under capture, because cuBLAS refuses a capturing stream",
             got=search.product, remedy="use a kernel, or mark the function with cpu_only", clause="C15.1",
         )
@@ -72,13 +72,14 @@ class _Search:
 
     def __init__(self, root: Callable[..., Any]) -> None:
         self._root = root
-        self._package = str(getattr(root, "__module__", "") or "").partition(".")[0]
+        module = root.__module__ if isinstance(root, types.FunctionType) else ""
+        self._package = str(module or "").partition(".")[0]
         self._seen: set[int] = set()
         self.product = ""
 
     def run(self) -> types.FunctionType:
         if not isinstance(self._root, types.FunctionType):
-            raise self._refusal("a plain module-level function", f"{type(self._root).__name__} {_name(self._root)}")
+            raise self._refusal("a plain module-level function", f"{type(self._root).__name__} {name_of(self._root)}")
         self.visit(self._root)
         return self._root
 
@@ -87,11 +88,11 @@ class _Search:
             return
         self._seen.add(id(fn))
         if fn.__closure__:
-            raise self._refusal("no closure", f"{_name(fn)} closing over {', '.join(fn.__code__.co_freevars)}")
+            raise self._refusal("no closure", f"{name_of(fn)} closing over {', '.join(fn.__code__.co_freevars)}")
         if "<locals>" in fn.__qualname__:
-            raise self._refusal("a function defined at the top of a module", f"{_name(fn)}, defined in a function")
+            raise self._refusal("a function defined at the top of a module", f"{name_of(fn)}, defined in a function")
         for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
-            self._check_value(default, "defaults that cannot change", f"{_name(fn)} with default {default!r}")
+            self._check_value(default, "defaults that cannot change", f"{name_of(fn)} with default {shown(default)}")
         for code in _codes(fn.__code__):
             self._visit_code(fn, code)
 
@@ -100,12 +101,12 @@ class _Search:
         for instruction in dis.get_instructions(code):
             name = str(instruction.argval) if isinstance(instruction.argval, str) else ""
             if instruction.opname in _GLOBAL_WRITES:
-                raise self._refusal("no assignment to a global", f"{_name(fn)} assigning {name}")
+                raise self._refusal("no assignment to a global", f"{name_of(fn)} assigning {name}")
             if _is_matrix_operator(instruction):
-                self.product = self.product or f"`@` in {_name(fn)}"
+                self.product = self.product or f"`@` in {name_of(fn)}"
             is_name = instruction.opname in _GLOBAL_READS | _ATTRIBUTE_READS or instruction.opname == "IMPORT_FROM"
             if is_name and name in MATRIX_PRODUCTS:
-                self.product = self.product or f"`{name}` in {_name(fn)}"
+                self.product = self.product or f"`{name}` in {name_of(fn)}"
             if instruction.opname in _GLOBAL_READS:
                 value = self._look_up(fn, name)
                 self._check_global(fn, name, value)
@@ -121,7 +122,7 @@ class _Search:
         return getattr(builtins, name, None)
 
     def _check_global(self, fn: types.FunctionType, name: str, value: object) -> None:
-        got = f"{_name(fn)} reading {name}, a {type(value).__name__}"
+        got = f"{name_of(fn)} reading {name}, a {type(value).__name__}"
         self._check_value(value, "globals that cannot change", got)
 
     def _check_value(self, value: object, expected: str, got: str) -> None:
@@ -147,7 +148,7 @@ class _Search:
 
     def _refusal(self, expected: str, got: str) -> MisuseError:
         return MisuseError(
-            f"call of {_name(self._root)}", expected=expected, got=got, clause="C15.1",
+            f"call of {name_of(self._root)}", expected=expected, got=got, clause="C15.1",
             remedy="pass what changes as an array argument, and constants as scalars",
         )
 
@@ -184,5 +185,9 @@ def _freeze(fn: types.FunctionType, done: dict[int, types.FunctionType]) -> type
     return copy
 
 
-def _name(fn: object) -> str:
-    return str(getattr(fn, "__qualname__", None) or repr(fn))
+def name_of(fn: object) -> str:
+    """Return the name of a function for a message, or how any other value prints."""
+    name: object = None
+    with Caught():
+        name = getattr(fn, "__qualname__", None)
+    return name if type(name) is str and name else shown(fn)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 
-from pagedkv.devices.memory import BaseMemory
-from pagedkv.errors import CaptureRefused, MisuseError
+from pagedkv.devices.memory import BaseMemory, lies_within
+from pagedkv.devices.users import Users
+from pagedkv.errors import CaptureRefused, Caught, MisuseError, shown
 
 _contexts: weakref.WeakSet[BaseContext] = weakref.WeakSet()
 
@@ -24,14 +26,16 @@ class BaseContext(ABC):
     Attributes:
         name: "cpu" or "cuda".
         memory: the device's allocations.
+        users: the open stores of the device; while there are any, only their thread may use it.
         unusable: why the device cannot be used; empty while it is open.
         capturing_on: label of the stream on which a capture began; empty when none is on.  The device writes it.
     """
 
     memory: BaseMemory
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, users: Users) -> None:
         self.name = name
+        self.users = users
         self.capturing_on = ""
         self.unusable = ""
         _contexts.add(self)
@@ -42,7 +46,9 @@ class BaseContext(ABC):
         """Counted calls so far."""
 
     def check_usable(self) -> None:
-        """Refuse use after `close`, and in the child of a fork, where threads and CUDA do not live."""
+        """Refuse use by another thread than the stores', after `close`, and in the child of a fork."""
+        if self.users.thread != get_ident():
+            self.users.check_thread(f"use of the {self.name} device")
         if self.unusable:
             raise MisuseError(
                 f"use of the {self.name} device", expected="an open device in the process that made it",
@@ -51,8 +57,7 @@ class BaseContext(ABC):
 
     def check_outside_capture(self, what: str) -> None:
         """Refuse an unusable device, and what CUDA forbids while any stream captures."""
-        if self.unusable:
-            self.check_usable()
+        self.check_usable()
         if self.capturing_on:
             raise CaptureRefused(
                 what, expected="no capture on this device", got=f"one that began on {self.capturing_on}",
@@ -79,7 +84,11 @@ class BaseContext(ABC):
 
     @abstractmethod
     def is_own(self, array: Any) -> bool:
-        """Is it memory of this device, pinned memory included?"""
+        """Does all of it lie in memory of this device, pinned memory included?"""
+
+    def lies_within(self, array: Any) -> bool:
+        """Does all of an array that `is_array` accepts lie in the memory that it is over?"""
+        return lies_within(array)
 
     @abstractmethod
     def address(self, array: Any) -> int:
@@ -109,20 +118,23 @@ class BaseContext(ABC):
             return text, "pass a plain numpy.ndarray" if is_subclass else "pass the array itself"
         if not self.is_own(argument):
             remedy = "allocate it with device.empty, and copy to it"
-            return f"{text} of pageable host memory or of another device", remedy
-        if argument.flags.c_contiguous:
-            return f"{text}, read-only", "pass a writable array"
-        return text, "pass the whole array and its strides as scalars"
+            return f"{text} of pageable host memory or of another device, or beyond its buffer", remedy
+        if not argument.flags.c_contiguous:
+            return text, "pass the whole array and its strides as scalars"
+        if self.address(argument) % argument.dtype.itemsize:
+            return f"{text} at an address that is no multiple of {argument.dtype.itemsize}", "pass an aligned array"
+        return f"{text}, read-only", "pass a writable array"
 
 
 def value_text(value: Any) -> str:
     """Describe an argument for a message: type, dtype and shape of an array, type and value of anything else."""
     if isinstance(value, np.generic):
         return f"numpy.{type(value).__name__}({value})"
-    if not all(hasattr(value, attribute) for attribute in ("dtype", "shape", "strides", "flags")):
-        return f"{type(value).__name__} {value!r}"
-    strides = "" if value.flags.c_contiguous else f" with strides {value.strides}"
-    return f"{type(value).__name__} {value.dtype} {value.shape}{strides}"
+    with Caught():  # an object that raises where an array has attributes is none
+        if all(hasattr(value, attribute) for attribute in ("dtype", "shape", "strides", "flags")):
+            strides = "" if value.flags.c_contiguous else f" with strides {value.strides}"
+            return f"{type(value).__name__} {value.dtype} {value.shape}{strides}"
+    return f"{type(value).__name__} {shown(value)}"
 
 
 def _note_fork_everywhere() -> None:

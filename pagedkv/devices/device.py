@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.devices.calls import check_call, freeze_call
+from pagedkv.devices.calls import check_call, freeze_call, name_of
 from pagedkv.devices.context import BaseContext, value_text
 from pagedkv.devices.kernels import BaseModule
 from pagedkv.devices.memory import check_allocation
 from pagedkv.devices.protocol import Event, ModuleSpec, Shape, Stream
 from pagedkv.devices.streams import Capture, own_stream
-from pagedkv.errors import CaptureRefused, DeviceFault, MisuseError
+from pagedkv.errors import CaptureRefused, DeviceFault, MisuseError, PagedKVError, shown
 
 _SCALARS = (int, float, bool, np.generic)
 
@@ -44,6 +44,11 @@ class BaseDevice(ABC):
         return f"<{self.description}>"
 
     # -- what it is ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> BaseContext:
+        """Who uses the device, and whether it can be used now."""
+        return self._context
 
     @property
     def description(self) -> str:
@@ -82,11 +87,11 @@ class BaseDevice(ABC):
     def pinned(self, shape: Shape, dtype: npt.DTypeLike, *, name: str | None = None) -> npt.NDArray[Any]:
         """Allocate host memory at a fixed address."""
         self._context.check_outside_capture("allocation")
-        return self._context.memory.pinned(*check_allocation(shape, dtype), name=name)
+        return self._context.memory.pinned(*check_allocation(shape, dtype, name=name), name=name)
 
     def address(self, array: Any) -> int:
         """Give the address of the first element of an array of this device."""
-        if not self._context.is_own(array):
+        if not self._context.is_array(array) or not self._context.is_own(array):
             raise MisuseError(
                 "address", expected="an array of this device", got=value_text(array),
                 remedy="allocate it with device.empty, zeros or pinned", clause="C15.1",
@@ -95,7 +100,7 @@ class BaseDevice(ABC):
 
     def _array(self, shape: Shape, dtype: npt.DTypeLike, align_bytes: int, name: str | None, *, is_zero: bool) -> Any:
         self._context.check_outside_capture("allocation")
-        extents, resolved = check_allocation(shape, dtype, align_bytes)
+        extents, resolved = check_allocation(shape, dtype, align_bytes, name)
         return self._context.memory.array(extents, resolved, align_bytes=align_bytes, is_zero=is_zero, name=name)
 
     # -- work ----------------------------------------------------------------------------------------------
@@ -111,6 +116,9 @@ class BaseDevice(ABC):
     def load(self, spec: ModuleSpec) -> BaseModule:
         """Compile a module, or take it from the cache, and load it."""
         self._context.check_usable()
+        if not isinstance(spec, ModuleSpec):
+            raise MisuseError("load of a module", expected="a ModuleSpec", got=shown(spec),
+                              remedy="name sources or text in a ModuleSpec", clause="C14.4")
         if spec not in self._modules:
             if self._capture is not None:
                 raise CaptureRefused(
@@ -125,12 +133,15 @@ class BaseDevice(ABC):
         context = self._context
         own = own_stream(context, stream, "copy")
         for side, array in (("destination", destination), ("source", source)):
-            if not context.is_array(array) or not array.flags.c_contiguous:
-                raise _copy_refusal(f"a C-contiguous {self.array_words} as {side}", value_text(array))
+            if not context.is_array(array) or not array.flags.c_contiguous or not context.lies_within(array):
+                expected = f"a C-contiguous {self.array_words} as {side}, within its buffer"
+                raise _copy_refusal(expected, value_text(array))
         if destination.dtype != source.dtype or destination.nbytes != source.nbytes:
             raise _copy_refusal(f"{value_text(source)} in {source.nbytes} bytes", value_text(destination))
         if not getattr(destination.flags, "writeable", True):  # CuPy's arrays always are
             raise _copy_refusal("a writable destination", "a read-only one")
+        if abs(context.address(destination) - context.address(source)) < int(source.nbytes):
+            raise _copy_refusal("two sides that share no byte", "overlapping address ranges")
         is_pageable, is_source_pageable = (not context.is_own(array) for array in (destination, source))
         if is_pageable and is_source_pageable:
             raise _copy_refusal("at least one side of this device", "pageable host memory on both sides")
@@ -141,6 +152,13 @@ class BaseDevice(ABC):
             )
         self._submit_copy(destination, source, own, is_source_pageable=is_source_pageable)
 
+    def require_usable(self, what: str, array: Any, *, is_written: bool) -> None:
+        """Refuse what no kernel of this device may use."""
+        if self._context.address_of(array, is_read_only=not is_written) is None:
+            got, remedy = self._context.explain(array)
+            raise MisuseError(what, expected="a C-contiguous device or pinned array", got=got, remedy=remedy,
+                              clause="C14.2")
+
     def readable(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Give a host array that an operation writes, for reading."""
         return array
@@ -149,7 +167,7 @@ class BaseDevice(ABC):
         """Submit array work written in Python; `calls.py` says which functions are legal."""
         own = own_stream(self._context, stream, "call")
         frozen = tuple(self._call_argument(fn, argument) for argument in arguments)
-        name = getattr(fn, "__qualname__", "call")
+        name = name_of(fn)
         if own.is_capturing:
             fn = freeze_call(fn)
         else:
@@ -172,11 +190,12 @@ class BaseDevice(ABC):
         context = self._context
         if isinstance(argument, _SCALARS):
             return argument
-        if context.is_array(argument) and context.is_own(argument):
+        is_own = context.is_array(argument) and context.is_own(argument)
+        if is_own and context.address(argument) % argument.dtype.itemsize == 0:
             return context.view(argument)
         raise MisuseError(
-            f"call of {getattr(fn, '__qualname__', fn)}", got=value_text(argument), clause="C15.1",
-            expected="arrays of this device, pinned arrays and scalars as arguments",
+            f"call of {name_of(fn)}", got=value_text(argument), clause="C15.1",
+            expected="aligned arrays of this device, pinned arrays and scalars as arguments",
             remedy="allocate it with device.empty or device.pinned",
         )
 
@@ -186,9 +205,15 @@ class BaseDevice(ABC):
         """Record the later submissions to `stream`, and to streams that join it."""
         own = own_stream(self._context, stream, "begin_capture")
         self._context.check_outside_capture("begin_capture")
-        self._begin_native(own)
-        self._capture = own.capture = Capture(own)
+        # First ours, then the driver's: after an interrupt in between, `abort_capture` ends both.
+        capture: Capture[Any]
+        self._capture = own.capture = capture = Capture(own)
         self._context.capturing_on = own.label
+        try:
+            self._begin_native(own)
+        except PagedKVError:  # the driver refused
+            self._drop(capture)
+            raise
 
     def end_capture(self, stream: Stream) -> Any:
         """Stop recording and give the graph."""
@@ -210,15 +235,18 @@ class BaseDevice(ABC):
     def abort_capture(self, stream: Stream) -> None:
         """Stop recording and drop what was recorded."""
         capture = self._capture_of(stream, "abort_capture")
-        self._drop(capture)
-        # CUDA says what broke the capture; the caller aborts and needs no error.  A fault of the device comes back
-        # with the next call.
-        with contextlib.suppress(CaptureRefused, DeviceFault):
-            self._end_native(capture.origin)
+        try:
+            # CUDA says what broke the capture; the caller aborts and needs no error.  A fault has latched the stores.
+            with contextlib.suppress(CaptureRefused, DeviceFault):
+                self._end_native(capture.origin)
+        finally:
+            self._drop(capture)
 
     def close(self) -> None:
         """Release threads, modules and workspaces; arrays stay readable.  Closing twice is legal."""
-        self._capture = None
+        self._context.users.check_thread(f"close of the {self.name} device")
+        if self._capture is not None:
+            self._drop(self._capture)
         self._modules.clear()
         self._context.close()
 
@@ -245,9 +273,9 @@ class BaseDevice(ABC):
         return self._capture
 
     def _drop(self, capture: Capture[Any]) -> None:
-        self._capture = None
-        self._context.capturing_on = ""
         capture.close()
+        self._context.capturing_on = ""
+        self._capture = None  # last: after an interrupt in between, `abort_capture` does the rest
 
 
 def _copy_refusal(expected: str, got: str) -> MisuseError:

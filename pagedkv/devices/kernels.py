@@ -29,7 +29,7 @@ from pagedkv.devices.protocol import (
     Stream,
 )
 from pagedkv.devices.streams import own_stream
-from pagedkv.errors import MisuseError
+from pagedkv.errors import Caught, MisuseError, shown
 
 KIND_POINTER, KIND_CONST_POINTER, KIND_SIGNED, KIND_UNSIGNED, KIND_FLOAT, KIND_BOOL = range(1, 7)
 
@@ -78,6 +78,8 @@ class Signature:
     def pack(self, arguments: Sequence[Any], context: BaseContext) -> tuple[bytes, tuple[Any, ...]]:
         """Check arguments; give their slots, 8 bytes each, and the arrays behind the addresses."""
         types = self._types
+        if not isinstance(arguments, tuple | list):
+            raise self.refusal("a list or tuple of arguments", value_text(arguments), "pass one per parameter")
         if len(arguments) != len(types):
             raise self.refusal(f"{len(types)} arguments", f"{len(arguments)}", "pass one per parameter")
         values: list[Any] = []
@@ -104,19 +106,19 @@ class Signature:
 
     def extents(self, grid: Extent, block: Extent) -> tuple[Extent, Extent]:
         """Check that CUDA launches such a grid and block, and give them as plain integers."""
-        try:
+        with Caught() as caught:
             gx, gy, gz = map(index, grid)
             bx, by, bz = map(index, block)
-        except (TypeError, ValueError):
+        if caught.error is not None:
             expected = "three integers each for grid and block"
-            raise self.refusal(expected, f"{grid} and {block}", "pass x, y, z") from None
+            raise self.refusal(expected, f"{shown(grid)} and {shown(block)}", "pass x, y, z") from caught.error
         if not (0 < gx <= GRID_EXTENT_MAX[0] and 0 < gy <= GRID_EXTENT_MAX[1] and 0 < gz <= GRID_EXTENT_MAX[2]):
-            raise self.refusal(f"a grid from (1, 1, 1) to {GRID_EXTENT_MAX}", f"{grid}", "launch nothing for no work")
+            raise self.refusal(f"a grid from (1, 1, 1) to {GRID_EXTENT_MAX}", shown(grid), "launch nothing for no work")
         if not (0 < bx <= BLOCK_EXTENT_MAX[0] and 0 < by <= BLOCK_EXTENT_MAX[1] and 0 < bz <= BLOCK_EXTENT_MAX[2]):
-            raise self.refusal(f"a block from (1, 1, 1) to {BLOCK_EXTENT_MAX}", f"{block}", "use a smaller block")
+            raise self.refusal(f"a block from (1, 1, 1) to {BLOCK_EXTENT_MAX}", shown(block), "use a smaller block")
         if bx * by * bz > THREADS_PER_BLOCK_MAX:
             expected = f"at most {THREADS_PER_BLOCK_MAX} threads in a block"
-            raise self.refusal(expected, f"{bx * by * bz} in {block}", "use a smaller block")
+            raise self.refusal(expected, f"{bx * by * bz} in {shown(block)}", "use a smaller block")
         return (gx, gy, gz), (bx, by, bz)
 
     def pinned_slice(self, item: object, context: BaseContext) -> tuple[int, int]:
@@ -178,6 +180,8 @@ class BaseKernel(ABC):
         own = own_stream(context, stream, signature.launch)
         slots, keep = signature.pack(arguments, context)
         grid, block = signature.extents(grid, block)
+        if not isinstance(reads, tuple | list):
+            raise signature.refusal("reads= in a list or tuple", value_text(reads), "pass slices of pinned arrays")
         spans = tuple(signature.pinned_slice(item, context) for item in reads) if reads else ()
         self._submit(Launch(grid, block, slots, keep, spans), own)
 
@@ -195,10 +199,12 @@ class BaseModule(ABC):
 
     def kernel(self, name: str) -> BaseKernel:
         """Give the kernel exported under `name`; see `protocol.Module.kernel`."""
-        kernel = self._kernels.get(name) or self._find(name)
+        is_text = isinstance(name, str)
+        kernel = (self._kernels.get(name) or self._find(name)) if is_text else None
         if kernel is None:
             raise MisuseError(
-                f"kernel {name} of module {self.spec.name}", got=repr(name), remedy="export it", clause="C14.4",
+                f"kernel {shown(name, str)} of module {self.spec.name}", got=shown(name), remedy="export it",
+                clause="C14.4",
                 expected="a name exported with PK_EXPORT or listed in ModuleSpec.kernels",
             )
         self._kernels[name] = kernel

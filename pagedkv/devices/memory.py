@@ -6,7 +6,6 @@ An array over host memory keeps its allocation alive through `base`; so does eve
 from __future__ import annotations
 
 import math
-import operator
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -14,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.devices.protocol import Shape
-from pagedkv.errors import CapacityError, Caught, MisuseError, shown
+from pagedkv.errors import CapacityError, MisuseError, shown
+from pagedkv.values.checks import BYTES_MAX, array_form, checked_integer, form_bytes
 
 ALIGN_BYTES_MAX = 4096
-BYTES_MAX = (1 << 63) - 1
 ARRAY_BASES_MAX = 8  # NumPy collapses views of views to two bases; each stride trick adds one
 
 
@@ -27,17 +26,20 @@ class HostAllocation:
     Attributes:
         memory: the device's memory that made it.
         is_pinned: host memory that kernels and asynchronous copies may use.
+        address, end: its first byte and the one behind its last.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "is_pinned", "memory")
+    __slots__ = ("__array_interface__", "__weakref__", "address", "end", "is_pinned", "memory")
 
     def __init__(self, memory: BaseMemory, *, is_pinned: bool) -> None:
-        self.memory = memory
         self.is_pinned = is_pinned
+        self.address = self.end = 0
+        self.memory = memory
         self.__array_interface__: dict[str, object] = {}
 
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Make the array over this memory."""
+        self.address, self.end = address, address + math.prod(shape) * dtype.itemsize
         self.__array_interface__ = {
             "version": 3, "shape": shape, "typestr": dtype.str, "descr": dtype.descr, "data": (address, False),
         }
@@ -46,15 +48,28 @@ class HostAllocation:
 
 class BaseMemory(ABC):
     """All memory of one device.
-
-    Attributes:
-        allocated_bytes: of live device arrays, as requested, without alignment and guards.
-        pinned_bytes: of live pinned arrays.
     """
 
     def __init__(self) -> None:
-        self.allocated_bytes = 0
-        self.pinned_bytes = 0
+        self._live_bytes: dict[bool, dict[int, int]] = {False: {}, True: {}}  # by is_pinned, then by key
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of live device arrays, as requested, without alignment and guards."""
+        return sum(list(self._live_bytes[False].values()))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of live pinned arrays."""
+        return sum(list(self._live_bytes[True].values()))
+
+    def note(self, key: int, byte_count: int, *, is_pinned: bool) -> None:
+        """Count an allocation until `forget`; an interrupt in between leaves no wrong sum."""
+        self._live_bytes[is_pinned][key] = byte_count
+
+    def forget(self, key: int, *, is_pinned: bool) -> None:
+        """End the count of an allocation; one that was not counted is ignored."""
+        self._live_bytes[is_pinned].pop(key, None)
 
     @abstractmethod
     def array(
@@ -68,38 +83,62 @@ class BaseMemory(ABC):
 
     def owner(self, array: npt.NDArray[Any]) -> HostAllocation | None:
         """Find the allocation behind an array, or None when this device did not make it."""
-        base: Any = array.base
-        for _ in range(ARRAY_BASES_MAX):
-            if isinstance(base, HostAllocation):
-                return base if base.memory is self else None
-            if base is None:
-                return None
-            base = getattr(base, "base", None)
-        return None
+        origin = _origin(array)
+        return origin if isinstance(origin, HostAllocation) and origin.memory is self else None
 
 
-def check_allocation(shape: Shape, dtype: npt.DTypeLike, align_bytes: int = 1) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def lies_within(array: npt.NDArray[Any]) -> bool:
+    """Does the array lie within the memory behind it?  A stride trick can reach beyond it; unknown memory: yes."""
+    origin = _origin(array)
+    if isinstance(origin, HostAllocation):
+        first, end = origin.address, origin.end
+    elif isinstance(origin, np.ndarray):
+        first, end = byte_range(int(origin.ctypes.data), origin)
+    else:
+        return True
+    low, high = byte_range(int(array.ctypes.data), array)
+    return first <= low and high <= end
+
+
+def byte_range(address: int, array: Any) -> tuple[int, int]:
+    """Return the first byte that an array reaches and the one behind the last; `address` is its first element's."""
+    if array.flags.c_contiguous:
+        return address, address + int(array.nbytes)
+    low = high = address
+    for extent, stride in zip(array.shape, array.strides, strict=True):
+        if not extent:
+            return address, address
+        low, high = low + min((extent - 1) * stride, 0), high + max((extent - 1) * stride, 0)
+    return low, high + int(array.dtype.itemsize)
+
+
+def _origin(array: npt.NDArray[Any]) -> object:
+    """Return what owns the bytes of an array: a HostAllocation, an array, or any other object."""
+    owner: Any = array
+    for _ in range(ARRAY_BASES_MAX + 1):
+        base = getattr(owner, "base", None)
+        if base is None:
+            break
+        owner = base
+        if isinstance(owner, HostAllocation):
+            break
+    return owner
+
+
+def check_allocation(
+    shape: Shape, dtype: npt.DTypeLike, align_bytes: int = 1, name: str | None = None
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Check what a caller asks for, and give it as NumPy's own types."""
-    with Caught() as caught:
-        given = (shape,) if isinstance(shape, int) else shape
-        extents, resolved = tuple(int(operator.index(extent)) for extent in given), np.dtype(dtype)
-    if caught.error is not None:
-        raise MisuseError(
-            "an allocation", expected="a shape of integers and a dtype", got=f"shape {shown(shape)}, {shown(dtype)}",
-            remedy="pass the shape and dtype of the array", clause="C15.1",
-        ) from caught.error
-    if not 1 <= align_bytes <= ALIGN_BYTES_MAX or align_bytes & (align_bytes - 1):
-        raise MisuseError(
-            "an allocation", expected=f"align_bytes a power of two from 1 to {ALIGN_BYTES_MAX}", got=align_bytes,
-            remedy="use 256 for planes and 16 for rows", clause="C3.8",
-        )
-    if resolved.hasobject or min(extents, default=0) < 0:
-        raise MisuseError(
-            "an allocation", expected="a shape without negative extents and a dtype of plain bytes",
-            got=f"shape {shown(extents)}, dtype {resolved}",
-            remedy="pass the shape and dtype of the array", clause="C15.1",
-        )
-    byte_count = math.prod(extents) * resolved.itemsize
+    extents, resolved = array_form(shape, dtype)
+    remedy = "use 256 for planes and 16 for rows"
+    checked_integer("align_bytes of an allocation", align_bytes, 1, ALIGN_BYTES_MAX, remedy=remedy, clause="C3.8")
+    if align_bytes & (align_bytes - 1):
+        raise MisuseError("align_bytes of an allocation", expected=f"a power of two from 1 to {ALIGN_BYTES_MAX}",
+                          got=align_bytes, remedy=remedy, clause="C3.8")
+    if name is not None and type(name) is not str:
+        raise MisuseError("the name of an allocation", expected="a text or None", got=shown(name),
+                          remedy="name it for messages", clause="C15.1")
+    byte_count = form_bytes(extents, resolved)
     if byte_count > BYTES_MAX:  # the allocator would see only its low 64 bits
         raise no_memory(byte_count, None, "an address space", f"2**{byte_count.bit_length()} bytes asked for")
     return extents, resolved

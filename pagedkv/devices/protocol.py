@@ -9,7 +9,8 @@ sequence.  Clauses: C12 (order of work), C14.4 (one stream, nothing allocated), 
     begin_capture ... end_capture -> graph.launch(stream)
 
 Every method refuses a closed device, a device of the parent process after a fork, and a stream, event or array of
-another device: MisuseError.
+another device: MisuseError.  Several stores of one thread may use one device; while one is open, every other thread is
+refused (MisuseError), and a DeviceFault latches all of them (C12.4).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy.typing as npt
+
+from pagedkv.devices.users import Users
 
 # numpy.ndarray on `cpu` (memory owned by the device), cupy.ndarray on `cuda`.  BF16 arrays are uint16 bits.
 Array: TypeAlias = Any
@@ -195,6 +198,25 @@ class Graph(Protocol):
         """Move the graph to the device ahead of its first launch."""
 
 
+class DeviceState(Protocol):
+    """Who uses a device, and whether it can be used now; the device alone writes it."""
+
+    @property
+    def users(self) -> Users:
+        """The open stores: only their thread may use the device, and each learns of every fault."""
+
+    @property
+    def unusable(self) -> str:
+        """Why the device cannot be used; empty while it is open."""
+
+    @property
+    def capturing_on(self) -> str:
+        """The label of the stream on which a capture began; empty when none is on."""
+
+    def check_outside_capture(self, what: str) -> None:
+        """Refuse a device that cannot be used (MisuseError), or one with a capture on any stream (CaptureRefused)."""
+
+
 class Device(Protocol):
     """An executor of kernels, copies and calls on streams."""
 
@@ -205,6 +227,10 @@ class Device(Protocol):
     @property
     def description(self) -> str:
         """One line: which device this is, and why it was chosen."""
+
+    @property
+    def state(self) -> DeviceState:
+        """Who uses the device, and whether it can be used now."""
 
     @property
     def driver_calls(self) -> int:
@@ -255,6 +281,14 @@ class Device(Protocol):
         Raises:
             MisuseError: size, dtype or contiguity differ, or neither side is memory of this device.
             CaptureRefused: a side is pageable host memory and the stream is capturing.
+        """
+
+    def require_usable(self, what: str, array: Array, *, is_written: bool) -> None:
+        """Refuse what no kernel of this device may use: the check of an array argument of a launch, ahead of it.
+
+        Raises:
+            MisuseError: no plain array of this device, not contiguous, beyond its buffer, at an address that its dtype
+                does not allow, or read-only though the kernel writes it.
         """
 
     def readable(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagedkv.devices.protocol import ModuleSpec
-from pagedkv.errors import MisuseError
+from pagedkv.errors import MisuseError, shown
 
 SOURCE_FOLDER = Path(__file__).resolve().parent.parent / "cuda_src"
 
@@ -64,5 +64,5 @@ def reached_files(text: str) -> Iterator[tuple[str, Path]]:
 
 def _refusal(spec: ModuleSpec, expected: str, got: str) -> MisuseError:
     return MisuseError(
-        f"module {spec.name!r}", expected=expected, got=got, remedy="correct the ModuleSpec", clause="C14.4"
+        f"module {shown(spec.name)}", expected=expected, got=got, remedy="correct the ModuleSpec", clause="C14.4"
     )

@@ -77,8 +77,7 @@ class BaseEvent(ABC):
         """Has the recorded point passed?"""
 
     def _check(self, what: str) -> None:
-        if self.context.unusable or self.context.capturing_on:
-            self.context.check_outside_capture(what)
+        self.context.check_outside_capture(what)
         if self.capture is not None:
             raise _captured_event(what)
 
@@ -144,8 +143,7 @@ class BaseStream(ABC):
         """Wait for an own event on the device."""
 
     def _own(self, event: Event, what: str) -> BaseEvent:
-        if self.context.unusable:
-            self.context.check_usable()
+        self.context.check_usable()
         if isinstance(event, BaseEvent) and event.context is self.context:
             return event
         raise MisuseError(
@@ -156,8 +154,7 @@ class BaseStream(ABC):
 
 def own_stream(context: BaseContext, stream: Stream, what: str) -> Any:
     """Check that the device is usable and that it made the stream, and give the stream."""
-    if context.unusable:
-        context.check_usable()
+    context.check_usable()
     if isinstance(stream, BaseStream) and stream.context is context:
         return stream
     got = "a stream of another device" if isinstance(stream, BaseStream) else type(stream).__name__

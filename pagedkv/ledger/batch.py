@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from itertools import compress
 from itertools import count as count_from
 from operator import is_not
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.errors import MisuseError, shown
 from pagedkv.ledger.sequences import Sequence
+from pagedkv.values.checks import checked_counts
 
-Columns = int | SequenceOf[int] | npt.NDArray[np.int32]
+Columns = int | SequenceOf[int] | npt.NDArray[np.integer[Any]]
 """Columns of each batch entry: one number for all, or one per entry."""
 
 COUNT_MAX = 1 << 30
@@ -122,13 +123,11 @@ def column_counts(what: str, entries: int, columns: Columns) -> npt.NDArray[np.i
     """Return columns as (B,) int32; refuse other types, negative or too large counts, and a wrong number of them."""
     if type(columns) is int and 0 <= columns < COUNT_MAX:
         return np.full(entries, columns, np.int32)
-    try:
-        counts = np.asarray(columns)
-    except ValueError:  # a ragged list: no array of counts
-        counts = np.empty(0)
+    remedy = "pass one count, or one per batch entry"
+    counts = np.asarray(checked_counts(what, columns, remedy=remedy, clause="C14.4"))
     if counts.dtype.kind not in "iu" or counts.shape not in ((), (entries,)) or (counts < 0).any():
         raise MisuseError(what, expected=f"a non-negative integer for all, or one for each of {entries} entries",
-                          got=shown(columns), remedy="pass one count, or one per batch entry", clause="C14.4")
+                          got=shown(columns), remedy=remedy, clause="C14.4")
     if (counts >= COUNT_MAX).any():
         raise MisuseError(what, expected=f"fewer than {COUNT_MAX} columns", got=shown(columns),
                           remedy="pass one count per batch entry", clause="C14.4")

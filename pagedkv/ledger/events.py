@@ -21,8 +21,11 @@ events at the end of the operation.  Counters always count; events are created o
 from __future__ import annotations
 
 import logging
+import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pagedkv.errors import Caught, MisuseError, shown
@@ -70,10 +73,10 @@ class PageEvents:
 
     def __init__(self) -> None:
         self.is_observed = False
-        self.pending: list[PageEvent] = []
+        self.pending: deque[PageEvent] = deque()
         self._observers: dict[int, PageObserver] = {}
         self._token_next = 1
-        self._is_delivering = False
+        self._delivering: FrameType | None = None  # the call of `deliver` that is on the stack, or was interrupted
 
     def observe(self, observer: PageObserver) -> Callable[[], None]:
         """Call `observer` with every later event, and return a function that ends this and may be called twice."""
@@ -101,27 +104,35 @@ class PageEvents:
 
         An error that is no Exception (an interrupt, an exit, a cancellation) leaves this call after every observer got
         every event.  An observer may use the store: this same call delivers the new events, after the pending ones.
+        If an interrupt ends this call outside of an observer's call, the next operation goes on with the event of that
+        moment, which an observer may get twice.
         """
-        if not self.pending or self._is_delivering:
+        if self._delivering is not None and self._is_on_the_stack(self._delivering):
             return
-        delivered, first = 0, None
-        try:
-            self._is_delivering = True
-            for event in self.pending:  # grows while it is read, when an observer uses the store
-                delivered += 1
-                for observer in tuple(self._observers.values()):
-                    with Caught(all_kinds=True) as caught:
-                        observer(event)
-                    if not isinstance(caught.error, Exception):
-                        first = first or caught.error
-                    else:
-                        _LOG.error("observer %r failed at %s; the operation is valid", observer, event,
-                                   exc_info=caught.error)
-        finally:
-            self._is_delivering = False
-            del self.pending[:delivered]
+        first: BaseException | None = None
+        self._delivering = sys._getframe()
+        while self.pending:
+            event = self.pending[0]
+            for observer in tuple(self._observers.values()):
+                with Caught(all_kinds=True) as caught:
+                    observer(event)
+                if not isinstance(caught.error, Exception):
+                    first = first or caught.error
+                else:
+                    _LOG.error("observer %s failed at %s; the operation is valid", shown(observer), event,
+                               exc_info=caught.error)
+            self.pending.popleft()  # last: after an interrupt no observer misses the event
+        self._delivering = None
         if first is not None:
             raise first
+
+    @staticmethod
+    def _is_on_the_stack(call: FrameType) -> bool:
+        """Say whether a call has not ended.  A flag that the call resets could stay set after an interrupt."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not call:
+            frame = frame.f_back
+        return frame is not None
 
 
 class PoolEvents:

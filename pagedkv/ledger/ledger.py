@@ -49,6 +49,7 @@ from pagedkv.ledger.pool import PagePool
 from pagedkv.ledger.sequences import Sequence, Sequences
 from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal, Transaction, Transactions
 from pagedkv.ledger.units import Submission, Units
+from pagedkv.values.checks import checked_integer
 from pagedkv.values.config import VERIFY_WIDTH_MAX, StoreConfig
 from pagedkv.values.quantities import PAGE_SHIFT, PAGE_TOKENS
 
@@ -398,10 +399,8 @@ class Ledger:
         """Map positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)"""
         self.sequences.require_current(sequence)
         spaces = self.active_in(pool)
-        if type(tokens) is not int or not 0 <= tokens <= self.config.max_context:
-            raise MisuseError(f"mapping row {sequence.row} of pool {pool}",
-                              expected=f"0 to max_context = {self.config.max_context} tokens", got=shown(tokens),
-                              remedy="positions at or beyond max_context are inert", clause="C11.2")
+        checked_integer(f"mapping row {sequence.row} of pool {pool}", tokens, 0, np.iinfo(np.int32).max,
+                        remedy="pass a count of tokens within the entitlement", clause="C9.3")
         spaces.require_entitled(np.array([sequence.row]), np.array([tokens]))
         self.unsettled = "ensure_mapped_to_tokens"
         slices = spaces.ensure_mapped_to_tokens(sequence.row, tokens)
@@ -542,8 +541,10 @@ class Ledger:
         if entry is None:
             raise MisuseError(f"a commit to pool {pool}", expected=f"one of {sorted(unit.written)}", got=pool,
                               remedy="commit only pools that the unit wrote", clause="C9.9")
-        counts, limits = columns, entry.by_entry
-        if type(counts) is not np.ndarray or counts.dtype is not _INT32 or counts.shape != limits.shape:
+        limits = entry.by_entry
+        if type(columns) is np.ndarray and columns.dtype is _INT32 and columns.shape == limits.shape:
+            counts: Tokens = columns  # type: ignore[assignment]
+        else:
             counts = column_counts(f"accepted columns of {unit.label}", limits.size, columns)
         if limits.size == 1 and 0 <= counts.item(0) <= limits.item(0):
             return counts

@@ -7,12 +7,12 @@ from typing import Literal
 import numpy as np
 
 from pagedkv.devices.protocol import Array, Stream
-from pagedkv.errors import MisuseError
-from pagedkv.ops.checks import check_aligned, check_array, check_disjoint, describe
+from pagedkv.errors import MisuseError, shown
+from pagedkv.ops.checks import check_array, check_memory, describe
 from pagedkv.ops.modules import HasKernels
-from pagedkv.ops.views import WRITTEN_BY_APPEND, PagedKVBatchLayerView, Selectors, check_counts, check_view
+from pagedkv.ops.views import WRITTEN_BY_APPEND, LayerView, PagedKVBatchLayerView, Selectors, batched_view, check_counts
 from pagedkv.values.profiles import Profile, plane_schema, resolve_profile
-from pagedkv.values.quantities import ceil_div
+from pagedkv.values.quantities import ROW_ALIGN_BYTES, ceil_div
 
 APPEND_THREADS = 64
 WARP_LANES = 32
@@ -21,29 +21,39 @@ LANE_DIMS_BF16 = 8
 
 
 def append(
-    ops: HasKernels, view: PagedKVBatchLayerView, k: Array, v: Array, first_positions: Array, table_rows: Array, *,
+    ops: HasKernels, view: LayerView, k: Array, v: Array, first_positions: Array, table_rows: Array | None = None, *,
     valid_columns: Array | None = None, stream: Stream,
 ) -> None:
     """Write column j of row b at position first_positions[b] + j, through the view's codec.  (C14.4, C4.4)
 
-    Launches: 1.  Columns at or beyond valid_columns[b] are neither read nor written, nor are their events counted.
+    Launches: 1.  Columns at or beyond valid_columns[b], and those at negative positions, are neither read nor written,
+    nor are their events counted.
+
+    Args:
+        view: of a batch, with table_rows; or of one sequence, without (B = 1).
+
+    Raises:
+        MisuseError: arrays of another form, that overlap, or that the device may not use (C14.2).
+        StaleHandle, CaptureRefused: as `PagedKVLayerView`.
     """
     selectors = Selectors(first_positions, table_rows, valid_columns)
-    _check_append(view, k, v, selectors)
-    launch_append(ops, "append_rows", view, k, v, selectors, stream)
+    batched = batched_view(view, stream)
+    _check_append(ops, view, batched, k, v, selectors)
+    launch_append(ops, "append_rows", batched, k, v, selectors, stream)
 
 
 def append_prefix(
-    ops: HasKernels, view: PagedKVBatchLayerView, k: Array, v: Array, first_positions: Array, counts: Array,
-    table_rows: Array, *, stream: Stream,
+    ops: HasKernels, view: LayerView, k: Array, v: Array, first_positions: Array, counts: Array,
+    table_rows: Array | None = None, *, stream: Stream,
 ) -> None:
     """Write the first counts[b] columns of each row; no byte of the rejected tail is read or changed.  (C14.4)
 
-    Launches: 1.  counts: (B,) int32 on the device, 0 <= counts[b] <= W.
+    Launches: 1.  counts: (B,) int32 on the device, 0 <= counts[b] <= W.  View and errors: as of `append`.
     """
-    selectors = Selectors(first_positions, table_rows, counts, live_name="counts")
-    _check_append(view, k, v, selectors)
-    launch_append(ops, "append_prefix", view, k, v, selectors, stream)
+    selectors = Selectors(first_positions, table_rows, counts, live_name="counts", has_live=True)
+    batched = batched_view(view, stream)
+    _check_append(ops, view, batched, k, v, selectors)
+    launch_append(ops, "append_prefix", batched, k, v, selectors, stream)
 
 
 def launch_append(
@@ -77,20 +87,20 @@ def encode_unrotated(
         MisuseError: bf16, which has no codec (codecs 2), another kind, or arrays of another form.
     """
     resolved = resolve_profile(profile)
-    if not resolved.is_quantized or kind not in ("k", "v"):
+    if not resolved.is_quantized or type(kind) is not str or kind not in ("k", "v"):
         raise MisuseError("encoding without rotation", expected="a quantized profile and kind 'k' or 'v'",
-                          got=f"{resolved.name}, {kind!r}", remedy="bf16 rows are copied bit for bit",
+                          got=f"{resolved.name}, {shown(kind)}", remedy="bf16 rows are copied bit for bit",
                           clause="codecs 6")
-    check_array("the rows", rows, np.float32, (None, None), "codecs 6")
+    check_array("the rows", rows, np.float32, (None, None), "codecs 6", align_bytes=ROW_ALIGN_BYTES)
     count, head_dim = (int(extent) for extent in rows.shape)
     row_bytes: dict[str, int] = {plane.role: plane.row_bytes for plane in plane_schema(resolved, head_dim)}
-    check_array("the codes", codes, np.uint8, (count, row_bytes[f"{kind}_code"]), "codecs 6")
-    check_array("the scales", scales, np.uint8, (count, row_bytes[f"{kind}_scale"]), "codecs 6")
+    for name, array, role in (("the codes", codes, "code"), ("the scales", scales, "scale")):
+        check_array(name, array, np.uint8, (count, row_bytes[f"{kind}_{role}"]), "codecs 6",
+                    align_bytes=ROW_ALIGN_BYTES)
     named = (("the rows", rows), ("the codes", codes), ("the scales", scales))
-    check_aligned(named)
     counts = () if event_counts is None else (check_counts("event_counts", event_counts),)
-    check_disjoint((*named, *(("event_counts", array) for array in counts)),
-                   writes={"the codes", "the scales", "event_counts"})
+    check_memory(ops, (*named, *(("event_counts", array) for array in counts)),
+                 writes={"the codes", "the scales", "event_counts"})
     if not count:
         return
     warp_rows = WARP_LANES // (head_dim // LANE_DIMS)
@@ -99,16 +109,16 @@ def encode_unrotated(
     kernel.launch((ceil_div(count, warp_rows), 1, 1), (WARP_LANES, 1, 1), arguments, stream)
 
 
-def _check_append(view: PagedKVBatchLayerView, k: Array, v: Array, selectors: Selectors) -> None:
-    check_view(view)
-    check_array("k", k, np.uint16, (None, None, view.num_kv_heads, view.head_dim), "C14.4")
+def _check_append(
+    ops: HasKernels, given: LayerView, view: PagedKVBatchLayerView, k: Array, v: Array, selectors: Selectors
+) -> None:
+    check_array("k", k, np.uint16, (None, None, view.num_kv_heads, view.head_dim), "C14.4",
+                align_bytes=ROW_ALIGN_BYTES)
     batch, width = int(k.shape[0]), int(k.shape[1])
     if batch < 1 or width < 1:
         raise MisuseError("k", expected="at least one row and one column", got=describe(k),
                           remedy="skip the call when there is nothing to append", clause="C14.4")
-    check_array("v", v, np.uint16, k.shape, "C14.4")
-    selectors.check(batch)
+    check_array("v", v, np.uint16, k.shape, "C14.4", align_bytes=ROW_ALIGN_BYTES)
+    selectors.check(batch, given)
     selectors.check_width(width, view.max_context)
-    rows = (("k", k), ("v", v))
-    check_aligned(rows)
-    check_disjoint((*rows, *selectors.named_arrays, *view.named_arrays), writes=WRITTEN_BY_APPEND)
+    check_memory(ops, (("k", k), ("v", v), *selectors.named_arrays, *view.named_arrays), writes=WRITTEN_BY_APPEND)

@@ -1,16 +1,19 @@
-"""Checks of arrays that views and ops share: form, alignment, overlap.  (C14.2)
+"""Checks of arrays that views and ops share: form, alignment, ownership, overlap.  (C14.2)
 
-Every check refuses with MisuseError before anything is launched.  Nothing is converted.
+Every check refuses with MisuseError before anything is launched.  Nothing is converted.  Form and alignment need no
+device, so a view is checked where it is made; `check_memory` asks the device of a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
 from pagedkv.devices.protocol import Array
-from pagedkv.errors import MisuseError
+from pagedkv.errors import Caught, MisuseError, shown
+from pagedkv.ops.modules import HasKernels
 from pagedkv.values.planes import PlaneGeometry
 from pagedkv.values.quantities import ROW_ALIGN_BYTES
 
@@ -18,38 +21,59 @@ NamedArrays = Sequence[tuple[str, Array]]
 
 
 def describe(array: object) -> str:
-    """Return dtype, shape and layout, as an error prints them."""
-    dtype, shape = getattr(array, "dtype", None), getattr(array, "shape", None)
-    if dtype is None or shape is None:
-        return repr(array)
-    return f"{dtype} {tuple(shape)}{'' if array.flags.c_contiguous else ', not C-contiguous'}"  # type: ignore[attr-defined]
+    """Return dtype, shape and layout, as an error prints them; of anything else its repr."""
+    text = ""
+    with Caught():
+        if is_array(array):
+            form: Any = array
+            text = f"{form.dtype} {tuple(form.shape)}{'' if form.flags.c_contiguous else ', not C-contiguous'}"
+    return text or shown(array)
+
+
+def is_array(value: object) -> bool:
+    """Is it exactly a numpy.ndarray, or an array of a GPU library?  A subclass has a meaning that no kernel sees."""
+    return type(value) is np.ndarray or hasattr(type(value), "__cuda_array_interface__")
 
 
 def check_array(
-    name: str, array: object, dtype: np.dtype[np.generic] | type[np.generic], shape: Sequence[int | None], clause: str
+    name: str, array: object, dtype: np.dtype[np.generic] | type[np.generic], shape: Sequence[int | None], clause: str,
+    *, align_bytes: int = 1,
 ) -> None:
-    """Refuse an array of another dtype, shape (None: any extent) or layout."""
-    extents = getattr(array, "shape", None)
-    if (
-        extents is not None
-        and len(extents) == len(shape)
-        and all(expected is None or expected == extent for expected, extent in zip(shape, extents, strict=True))
-        and array.dtype == dtype  # type: ignore[attr-defined]
-        and array.flags.c_contiguous  # type: ignore[attr-defined]
-    ):
-        return
-    axes = ", ".join("any" if extent is None else str(extent) for extent in shape)
-    raise MisuseError(name, expected=f"C-contiguous {np.dtype(dtype)} ({axes})", got=describe(array),
-                      remedy="pass an array of exactly this form; nothing is converted", clause=clause)
+    """Refuse an array of another dtype, shape (None: any extent), layout or alignment, and what is no plain array.
+
+    The address is a multiple of the dtype's bytes, and of `align_bytes` (C3.10).
+    """
+    is_form, address = False, 0
+    with Caught() as caught:
+        if is_array(array):
+            form: Any = array
+            is_form = (
+                len(form.shape) == len(shape)
+                and all(expected in (None, extent) for expected, extent in zip(shape, form.shape, strict=True))
+                and form.dtype == dtype
+                and form.flags.c_contiguous
+            )
+            address = address_range(form)[0] if is_form and form.nbytes else 0
+    if not is_form or caught.error is not None:
+        axes = ", ".join("any" if extent is None else str(extent) for extent in shape)
+        raise MisuseError(name, expected=f"a plain C-contiguous {np.dtype(dtype)} array ({axes})", got=describe(array),
+                          remedy="pass an array of exactly this form; nothing is converted",
+                          clause=clause) from caught.error
+    align_bytes = max(align_bytes, np.dtype(dtype).itemsize)
+    if address % align_bytes:
+        raise MisuseError(name, expected=f"a {align_bytes}-byte aligned address",
+                          got=f"one {address % align_bytes} bytes behind", remedy="allocate it from the device",
+                          clause="C3.10")
 
 
-def check_aligned(arrays: NamedArrays, align_bytes: int = ROW_ALIGN_BYTES) -> None:
-    """Refuse an array whose first byte is not aligned.  (C3.10)"""
+def check_memory(ops: HasKernels, arrays: NamedArrays, *, writes: Collection[str]) -> None:
+    """Refuse an array that the device of `ops` does not own or may not write, and two that share bytes.  (C14.2)
+
+    `writes` names those that the call writes; arrays that are only read may share bytes.
+    """
     for name, array in arrays:
-        remainder = address_range(array)[0] % align_bytes
-        if remainder and array.nbytes:
-            raise MisuseError(name, expected=f"a {align_bytes}-byte aligned address",
-                              got=f"one {remainder} bytes behind", remedy="allocate it from the device", clause="C3.10")
+        ops.kernels.device.require_usable(name, array, is_written=name in writes)
+    check_disjoint(arrays, writes=writes)
 
 
 def check_disjoint(arrays: NamedArrays, *, writes: Collection[str] | None) -> None:
@@ -65,11 +89,15 @@ def check_disjoint(arrays: NamedArrays, *, writes: Collection[str] | None) -> No
 
 
 def check_planes(planes: Sequence[tuple[Array, PlaneGeometry]]) -> NamedArrays:
-    """Refuse a plane that is not of its geometry; return the planes by name."""
+    """Refuse planes that are no pairs, or a plane that is not of its geometry; return the planes by name."""
+    is_list = isinstance(planes, tuple | list)
+    if not is_list or not all(type(pair) is tuple and len(pair) == 2 and isinstance(pair[1], PlaneGeometry)
+                              for pair in planes):
+        raise MisuseError("the planes", expected="a list of (array, PlaneGeometry) pairs", got=shown(planes),
+                          remedy="pass `planes` of a view", clause="C14.2")
     named = [(f"plane {geometry.role} of layer {geometry.layer}", plane) for plane, geometry in planes]
     for (name, plane), (_, geometry) in zip(named, planes, strict=True):
-        check_array(name, plane, geometry.dtype, geometry.shape, "C14.2")
-    check_aligned(named)
+        check_array(name, plane, geometry.dtype, geometry.shape, "C14.2", align_bytes=ROW_ALIGN_BYTES)
     return named
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pagedkv.devices.protocol import Device, Kernel, ModuleSpec
-from pagedkv.errors import ConfigError
+from pagedkv.errors import ConfigError, shown
 from pagedkv.values.profiles import (
     HEAD_DIMS_CONTEXT,
     HEAD_DIMS_QUANTIZED,
@@ -72,7 +72,7 @@ def context_module(head_dim: int) -> ModuleSpec:
     """Return the module with context attention over a BF16 draft pool of one head_dim."""
     if type(head_dim) is not int or head_dim not in HEAD_DIMS_CONTEXT:
         raise ConfigError("head_dim of context attention", expected=" or ".join(map(str, HEAD_DIMS_CONTEXT)),
-                          got=repr(head_dim), remedy="use a draft of a supported head_dim", clause="C14.4")
+                          got=shown(head_dim), remedy="use a draft of a supported head_dim", clause="C14.4")
     return ModuleSpec(
         name=f"context_d{head_dim}",
         sources=("kernels/context_attention.cu",),
@@ -116,7 +116,7 @@ class Kernels:
     """The kernels of one device by module; a module is compiled and loaded at its first use."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self._loaded: dict[tuple[str, str, int], dict[str, Kernel]] = {}
 
     def attention(self, profile: Profile, head_dim: int) -> dict[str, Kernel]:
@@ -144,7 +144,7 @@ class Kernels:
     ) -> dict[str, Kernel]:
         kernels = self._loaded.get(key)
         if kernels is None:
-            module = self._device.load(spec())
+            module = self.device.load(spec())
             kernels = self._loaded[key] = {name: module.kernel(name) for name in names}
         return kernels
 

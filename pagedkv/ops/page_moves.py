@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagedkv.devices.protocol import Array, Stream
-from pagedkv.errors import MisuseError
-from pagedkv.ops.checks import check_aligned, check_array, check_disjoint, check_planes
+from pagedkv.errors import MisuseError, shown
+from pagedkv.ops.checks import check_array, check_memory, check_planes, is_array
 from pagedkv.ops.modules import HasKernels
+from pagedkv.values.checks import checked_integer
 from pagedkv.values.planes import PackedPlanes, PlaneGeometry
-from pagedkv.values.quantities import PAGE_TOKENS, ceil_div
+from pagedkv.values.quantities import PAGE_TOKENS, ROW_ALIGN_BYTES, ceil_div
 
 CONVERT_THREADS = 256
 FILL_THREADS = 128
@@ -29,7 +30,7 @@ Planes = Sequence[tuple[Array, PlaneGeometry]]
 
 def zero_pages(ops: HasKernels, planes: Planes, page_ids: Array, *, stream: Stream) -> None:
     """Clear every byte of the listed page groups in every plane given; launches: one per plane.  (C14.4)"""
-    fill_pages(ops, planes, page_ids, [0] * len(planes), stream=stream)
+    fill_pages(ops, planes, page_ids, [0] * len(check_planes(planes)), stream=stream)
 
 
 def fill_pages(ops: HasKernels, planes: Planes, page_ids: Array, words: Sequence[int], *, stream: Stream) -> None:
@@ -41,10 +42,12 @@ def fill_pages(ops: HasKernels, planes: Planes, page_ids: Array, words: Sequence
         words: one 32-bit pattern per plane, 0 to 2^32 - 1.
     """
     check_array("the page ids", page_ids, np.int32, (None,), "C14.4")
-    check_planes(planes)
-    if len(words) != len(planes) or any(not 0 <= word < 1 << 32 for word in words):
+    named = check_planes(planes)
+    is_list = isinstance(words, tuple | list)
+    if not is_list or len(words) != len(planes) or any(type(word) is not int or word >> 32 for word in words):
         raise MisuseError("the words to fill pages with", expected=f"{len(planes)} numbers of 32 bits",
-                          got=repr(list(words)), remedy="pass one pattern per plane", clause="C14.4")
+                          got=shown(words), remedy="pass one pattern per plane", clause="C14.4")
+    check_memory(ops, (("the page ids", page_ids), *named), writes=[name for name, _ in named])
     count = int(page_ids.shape[0])
     if not count:
         return
@@ -92,13 +95,18 @@ def copy_columns(
     """
     named = check_planes(planes)
     pages = min((geometry.pages for _, geometry in planes), default=PAGES_MAX)
-    source = _checked_integer("the source page of copied columns", source, 0, pages - 1)
-    destination = _checked_integer("the destination page of copied columns", destination, 0, pages - 1)
-    columns = _checked_integer("the number of copied columns", columns, 1, PAGE_TOKENS)
+    source, destination, columns = (
+        checked_integer(f"the {name} of copied columns", number, low, high, takes_numpy=True, clause="C10.5",
+                        remedy="take page ids and columns from the ledgers")
+        for name, number, low, high in (
+            ("source page", source, 0, pages - 1), ("destination page", destination, 0, pages - 1),
+            ("number", columns, 1, PAGE_TOKENS),
+        )
+    )
     if source == destination:
         raise MisuseError("the destination page of copied columns", expected=f"another page than source {source}",
                           got=str(destination), remedy="copy into a page of its own", clause="C10.5")
-    check_disjoint(named, writes=None)
+    check_memory(ops, named, writes=[name for name, _ in named])
     kernel = ops.kernels.page_moves()["copy_columns"]
     for plane, geometry in planes:
         arguments = (plane, np.int32(source), np.int32(destination), *_strides(geometry),
@@ -130,8 +138,7 @@ def f32_from_bf16(ops: HasKernels, destination: Array, source: Array, *, stream:
 
 def _move_pages(ops: HasKernels, kernel: str, planes: Planes, page_ids: Array, packed: Array, stream: Stream) -> None:
     check_array("the page ids", page_ids, np.int32, (None,), "C14.4")
-    check_array("the packed pages", packed, np.uint8, (None,), "C14.4")
-    check_aligned([("the packed pages", packed)])
+    check_array("the packed pages", packed, np.uint8, (None,), "C14.4", align_bytes=ROW_ALIGN_BYTES)
     named = check_planes(planes)
     count = int(page_ids.shape[0])
     if not count:
@@ -141,8 +148,8 @@ def _move_pages(ops: HasKernels, kernel: str, planes: Planes, page_ids: Array, p
         raise MisuseError("the packed pages", expected=f"at least {layout.total_bytes} bytes for {count} pages",
                           got=f"{packed.nbytes} bytes", remedy="size it with PackedPlanes.total_bytes", clause="C14.4")
     is_packing = kernel == "pack_pages"
-    check_disjoint((("the packed pages", packed), ("the page ids", page_ids), *named),
-                   writes=("the packed pages",) if is_packing else [name for name, _ in named])
+    check_memory(ops, (("the packed pages", packed), ("the page ids", page_ids), *named),
+                 writes=("the packed pages",) if is_packing else [name for name, _ in named])
     launch = ops.kernels.page_moves()[kernel].launch
     for (plane, geometry), packed_geometry, offset in zip(planes, layout.planes, layout.offsets_bytes, strict=True):
         piece = packed[offset : offset + packed_geometry.span_bytes]
@@ -155,9 +162,10 @@ def _convert(
     ops: HasKernels, kernel: str, destination: Array, destination_dtype: type[np.generic], source: Array,
     source_dtype: type[np.generic], stream: Stream,
 ) -> None:
-    check_array("the source", source, source_dtype, (None,) * getattr(source, "ndim", 1), "C14.4")
+    axes = source.ndim if is_array(source) else 1
+    check_array("the source", source, source_dtype, (None,) * axes, "C14.4")
     check_array("the destination", destination, destination_dtype, source.shape, "C14.4")
-    check_disjoint((("the destination", destination), ("the source", source)), writes=("the destination",))
+    check_memory(ops, (("the destination", destination), ("the source", source)), writes=("the destination",))
     count = int(source.size)
     if count:
         grid = (ceil_div(count, CONVERT_THREADS), 1, 1)
@@ -167,10 +175,3 @@ def _convert(
 
 def _strides(geometry: PlaneGeometry) -> tuple[np.int64, np.int64]:
     return np.int64(geometry.head_stride_bytes), np.int64(geometry.page_stride_bytes)
-
-
-def _checked_integer(name: str, value: object, first: int, last: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not first <= value <= last:
-        raise MisuseError(name, expected=f"an integer from {first} to {last}", got=repr(value),
-                          remedy="take page ids and columns from the ledgers", clause="C10.5")
-    return int(value)

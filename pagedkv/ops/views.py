@@ -11,17 +11,19 @@ inputs of each op: its `Selectors`.  A view is checked once, at construction, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from pagedkv.devices.protocol import Array
-from pagedkv.errors import MisuseError
-from pagedkv.ops.checks import check_aligned, check_array, check_disjoint, describe
+from pagedkv.devices.protocol import Array, Stream
+from pagedkv.errors import CaptureRefused, MisuseError, shown
+from pagedkv.ops.checks import check_array, check_disjoint, describe, is_array
+from pagedkv.values.checks import checked_integer
 from pagedkv.values.planes import PageOrder, PlaneGeometry
 from pagedkv.values.profiles import CODEC_EVENTS, ROLES, Profile, plane_schema, resolve_profile
-from pagedkv.values.quantities import PAGE_TOKENS, SLAB_ALIGN_BYTES
+from pagedkv.values.quantities import PAGE_TOKENS, ROW_ALIGN_BYTES, SLAB_ALIGN_BYTES
 
 WRITTEN_BY_APPEND = (*ROLES, "codec_counts")
 """Names of a view's arrays that an append writes."""
@@ -85,7 +87,7 @@ class PagedKVBatchLayerView:
     def geometries(self) -> tuple[PlaneGeometry, ...]:
         """The planes' geometry in ordinal order: K code, V code, K scale, V scale.  (C4.2)"""
         page_axis = 0 if self.order == "page-major" else 1
-        shape = getattr(self.k_pages, "shape", ())
+        shape = self.k_pages.shape if is_array(self.k_pages) else ()
         pages = int(shape[page_axis]) if len(shape) == 4 else 0
         return tuple(
             PlaneGeometry(plane.role, 0, plane.dtype, plane.extent, self.num_kv_heads, pages, self.order)
@@ -129,30 +131,36 @@ class PagedKVBatchLayerView:
 
     def _check_numbers(self) -> None:
         for what, value in (("num_kv_heads", self.num_kv_heads), ("max_context", self.max_context)):
-            if type(value) is not int or value < 1:
-                raise MisuseError(f"{what} of a view", expected="a positive integer", got=repr(value),
-                                  remedy="pass the pool's geometry", clause="C14.1")
-        if self.order not in ("page-major", "head-major"):
+            checked_integer(f"{what} of a view", value, 1, np.iinfo(np.int32).max, remedy="pass the pool's geometry",
+                            clause="C14.1")
+        if type(self.order) is not str or self.order not in ("page-major", "head-major"):
             raise MisuseError("the page order of a view", expected="'page-major' or 'head-major'",
-                              got=repr(self.order), remedy="pass the pool's order", clause="C3.4")
+                              got=shown(self.order), remedy="pass the pool's order", clause="C3.4")
 
     def _check_plane(self, geometry: PlaneGeometry) -> None:
         plane = self._by_role.get(geometry.role)
         name = f"plane {geometry.role} of profile {self.storage.name}"
         shape = tuple(extent or None for extent in geometry.shape)  # no page groups: k_pages has no such axis
-        check_array(name, plane, geometry.dtype, shape, "C14.2")
+        check_array(name, plane, geometry.dtype, shape, "C14.2", align_bytes=SLAB_ALIGN_BYTES)
         if not 1 <= geometry.pages <= np.iinfo(np.int32).max:
             raise MisuseError(name, expected="1 to 2^31 - 1 page groups", got=f"{geometry.pages}",
                               remedy=f"pass planes in {self.order} order", clause="C3.6")
-        check_aligned([(name, plane)], SLAB_ALIGN_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
 class PagedKVLayerView:
     """One layer of one pool for one sequence: as the batch view, with one table row (L,) int32.  (C14.1)
 
+    Ops take it without `table_rows`, for B = 1, and not under capture: a graph would freeze the address of a row that
+    gets another sequence later (C15.2).
+
+    Args:
+        require_current: called before every launch; raises once the row belongs to another sequence.  Views of
+            `Store.layer_view` have it.
+
     Raises:
-        As `PagedKVBatchLayerView`.
+        As `PagedKVBatchLayerView`.  An op that takes the view raises CaptureRefused on a capturing stream, and what
+        `require_current` raises: StaleHandle when the sequence has ended.
     """
 
     k_pages: Array
@@ -166,6 +174,7 @@ class PagedKVLayerView:
     order: PageOrder
     max_context: int
     codec_counts: Array | None = None
+    require_current: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         check_array("the table row", self.block_table, np.int32, (None,), "C11.1")
@@ -173,7 +182,7 @@ class PagedKVLayerView:
 
     @cached_property
     def batched(self) -> PagedKVBatchLayerView:
-        """The same planes with the row as a table of one row, for the ops, with table_rows = [0]."""
+        """The same planes with the row as a table of one row, which table_rows = [0] selects."""
         return PagedKVBatchLayerView(
             self.k_pages, self.v_pages, self.k_scale_pages, self.v_scale_pages, self.block_table.reshape(1, -1),
             self.head_dim, self.num_kv_heads, self.storage, self.order, self.max_context, self.codec_counts,
@@ -182,44 +191,66 @@ class PagedKVLayerView:
 
 def check_counts(name: str, counts: Array) -> Array:
     """Refuse counters of codec events that are not (3,) uint64 on an aligned address, and return them.  (codecs 8)"""
-    check_array(name, counts, np.uint64, (len(CODEC_EVENTS),), "codecs 8")
-    check_aligned([(name, counts)])
+    check_array(name, counts, np.uint64, (len(CODEC_EVENTS),), "codecs 8", align_bytes=ROW_ALIGN_BYTES)
     return counts
 
 
-def check_view(view: object) -> None:
-    """Refuse an object that is no view of a batch."""
-    if not isinstance(view, PagedKVBatchLayerView):
-        raise MisuseError("the view", expected="a PagedKVBatchLayerView", got=type(view).__name__,
-                          remedy="pass store.views[pool][layer], or `batched` of a PagedKVLayerView", clause="C14.1")
+LayerView = PagedKVBatchLayerView | PagedKVLayerView
+
+
+def batched_view(view: LayerView, stream: Stream) -> PagedKVBatchLayerView:
+    """Return the view of a batch that a launch uses; refuse what is no view, and one of a sequence that has ended."""
+    if isinstance(view, PagedKVBatchLayerView):
+        return view
+    if not isinstance(view, PagedKVLayerView):
+        raise MisuseError("the view", expected="a PagedKVBatchLayerView or a PagedKVLayerView", got=shown(view),
+                          remedy="pass store.views[pool][layer], or store.layer_view(sequence)", clause="C14.1")
+    if getattr(stream, "is_capturing", False):
+        raise CaptureRefused("a view of one sequence", expected="a stream that is not capturing", got="one that is",
+                             remedy="capture with store.views[pool][layer] and table_rows", clause="C15.2")
+    if view.require_current is not None:
+        view.require_current()
+    return view.batched
 
 
 @dataclass(frozen=True, slots=True)
 class Selectors:
     """Positions, table rows and live columns of a call, each (B,) int32; `live` None means that all columns are live.
 
+    `table_rows` is None for a view of one sequence.  With `has_live` an array of live columns is required.
+
     The two names are those of the op's parameters: first_positions or context_lengths, valid_columns or counts.
     """
 
     positions: Array
-    table_rows: Array
+    table_rows: Array | None
     live: Array | None
     positions_name: str = "first_positions"
     live_name: str = "valid_columns"
+    has_live: bool = False
 
     @property
     def named_arrays(self) -> tuple[tuple[str, Array], ...]:
-        """The arrays of the call by name; without `live` where that is None."""
-        always = ((self.positions_name, self.positions), ("table_rows", self.table_rows))
-        return always if self.live is None else (*always, (self.live_name, self.live))
+        """The arrays of the call by name; without those that are None."""
+        optional = (("table_rows", self.table_rows), (self.live_name, self.live))
+        return ((self.positions_name, self.positions), *(pair for pair in optional if pair[1] is not None))
 
     def arguments(self, view: PagedKVBatchLayerView) -> tuple[object, ...]:
         """Return the kernel arguments that select: the table and its width, then the three arrays."""
         tables = view.block_tables
         return (tables, np.int32(tables.shape[1]), self.positions, self.table_rows, self.live)
 
-    def check(self, batch: int) -> None:
-        """Refuse an array that is not (B,) int32."""
+    def check(self, batch: int, view: LayerView) -> None:
+        """Refuse an array that is not (B,) int32, and selectors of another kind of view."""
+        if isinstance(view, PagedKVLayerView):
+            if batch != 1 or self.table_rows is not None:
+                raise MisuseError("a call with a view of one sequence", expected="B = 1 and no table_rows",
+                                  got=f"B = {batch}, table_rows {describe(self.table_rows)}",
+                                  remedy="pass store.views[pool][layer] for a batch", clause="C14.1")
+        else:
+            check_array("table_rows", self.table_rows, np.int32, (batch,), "C14.4")
+        if self.has_live:
+            check_array(self.live_name, self.live, np.int32, (batch,), "C14.4")
         for name, array in self.named_arrays:
             check_array(name, array, np.int32, (batch,), "C14.4")
 

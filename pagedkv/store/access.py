@@ -5,53 +5,45 @@
       +---------+--> closed
 
 A latched store allows only `close`, `memory_summary`, `event_counts` and `evidence`.  One thread of one process uses a
-store; calls from another thread or process are refused.
+store; calls from another thread or process are refused.  The device refuses such calls of its own methods, and it tells
+the access of each fault, whoever launched the work (`devices/users.py`).  So no work reaches the device past this edge.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
 
-from pagedkv.devices.protocol import Stream
-from pagedkv.errors import BrokenOff, CaptureRefused, DeviceFault, MisuseError, PagedKVError, StoreLatched
+from pagedkv.devices.protocol import DeviceState
+from pagedkv.errors import BrokenOff, DeviceFault, MisuseError, PagedKVError, StoreLatched
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.record.journal import Journal
 
 
 class Access:
-    """Checks every call of one store.  As a context manager it latches the store if a device error leaves the block.
+    """Checks every call of one store, and latches it when its device reports a fault.
 
     Attributes:
         is_closed: written by the store alone.
         fault: the first device error, which latched the store.
     """
 
-    def __init__(self, ledger: Ledger, stream: Stream, journal: Journal | None) -> None:
+    def __init__(self, ledger: Ledger, device: DeviceState, journal: Journal | None) -> None:
         self.is_closed = False
         self.fault: DeviceFault | None = None
         self._ledger = ledger
-        self._stream = stream
-        self._unwritten: list[bytes] = [] if journal is None else journal.waiting
+        self._device = device
         self._journal = journal
+        self._unwritten: list[bytes] = [] if journal is None else journal.waiting
         self._broken_off: BrokenOff | None = None
         self._thread = threading.get_ident()
         self._process = os.getpid()
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, DeviceFault):
-            self.latch(error)
-
-    def enter(self, operation: str, *, is_publishing: bool = False) -> None:
+    def enter(self, operation: str, *, reaches_device: bool = False) -> None:
         """Refuse a call of another thread or process, of a closed or latched store, or one that a capture forbids.
 
-        `is_publishing`: the call changes a device table, so a replay must not repeat it (C11.2).
+        `reaches_device`: the call submits work or waits for it.  A replay must not repeat it (C11.2), and CUDA refuses
+        most of it while any stream of the device captures, so nothing of it begins.
         """
         if threading.get_ident() != self._thread or os.getpid() != self._process:
             self.require_owner(operation)
@@ -64,9 +56,8 @@ class Access:
             cause = f"a device error: {self.fault}" if self.fault else f"{self._ledger.unsettled}, which broke off"
             raise StoreLatched(operation, expected="a usable store", got=f"one that is latched after {cause}",
                                remedy="close it and open a new one; store.evidence holds the cause", clause="C12.4")
-        if is_publishing and self._stream.is_capturing:
-            raise CaptureRefused(operation, expected="a stream that is not capturing", got="one that is",
-                                 remedy="call it outside the capture", clause="C11.2")
+        if reaches_device and (self._device.capturing_on or self._device.unusable):
+            self._device.check_outside_capture(operation)
 
     def require_owner(self, operation: str) -> None:
         """Refuse a call of another thread or process."""

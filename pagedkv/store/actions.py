@@ -54,7 +54,7 @@ class Actions:
 
     def close(self) -> None:
         """Let go of the store's arrays."""
-        self._planes, self._tables, self._sanitizer = {}, {}, None
+        self._planes, self._tables, self._entries, self._sanitizer = {}, {}, None, None
 
     def publish(self, slices: PoolSlices) -> None:
         """Copy new slices to the device tables, and record an event for each.  (C11.2)

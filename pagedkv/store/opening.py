@@ -32,11 +32,15 @@ def open_store(
             next call returns.  If a line cannot be written, that is logged and the journal ends; operations stay valid,
             and `close` raises JournalFailed.
 
+    Several stores of one thread may be opened on one Device.  What they share, and what is refused, is in `Store`.
+
     Raises:
         ConfigError: `config` is not a StoreConfig, or asks for Host replicas, which this version lacks.
         CapacityError: capacity is automatic and too little memory is free; the error says what would fit.
         MissingRequirement: the device needs a package or a tool that is missing; the error says how to get it.
-        MisuseError: no such device, or a journal that cannot be written.
+        MisuseError: no such device, one that is closed or that stores of another thread use, or a journal that cannot
+            be written.
+        CaptureRefused: a stream of the device captures.
     """
     require_config(config)
     if not isinstance(device, str):
@@ -54,9 +58,10 @@ def _open(
     config: StoreConfig, device: Device, target: str | PathLike[str] | TextSink | None, *, owns_device: bool
 ) -> Store:
     """Resolve automatic capacity, open the journal, and build the store; after an error, close the journal."""
-    if not all(hasattr(device, name) for name in ("description", "stream", "empty", "load")):
+    if not all(hasattr(device, name) for name in ("description", "state", "stream", "empty", "load")):
         raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=shown(device),
                           remedy="pass a name, or what open_device returned", clause="C1.1")
+    device.state.check_outside_capture("opening a store")
     _LOG.info("device: %s", device.description)
     if isinstance(config.kv_capacity, AutoCapacity):
         cache_bytes = device.empty_caches()

@@ -52,11 +52,12 @@ from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal, Transaction
 from pagedkv.ledger.units import Submission
 from pagedkv.ops.ops import Ops
-from pagedkv.ops.views import PagedKVBatchLayerView
+from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
 from pagedkv.record.journal import Journal, JournalRecorder
 from pagedkv.store.access import Access
 from pagedkv.store.actions import Actions
 from pagedkv.store.sanitizer import Sanitizer
+from pagedkv.values.checks import checked_counts, checked_integer, checked_items
 from pagedkv.values.config import StoreConfig
 from pagedkv.values.layout import (
     ATTENTION_WORKSPACE,
@@ -97,6 +98,11 @@ class Store:
     raises MisuseError on a closed store or from another thread or process, and StoreLatched after a device error or an
     operation that broke off (C12.4).  Each method lists its further errors.  If copying table entries fails after
     memberships changed, the error is raised again and the store is latched (C11.2).
+
+    Several stores of one thread may share one device, for example one of `open_device`.  A fault of any launch on the
+    device latches all of them.  While a store is open, its device, its streams and `ops` refuse other threads and a
+    forked process.  While any stream of the device captures, every method that reaches the device raises CaptureRefused
+    and changes nothing; after the capture it works again.  A store that owns its device closes last.
     """
 
     def __init__(
@@ -110,7 +116,8 @@ class Store:
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
         self._ledger = _build_ledger(config)
-        self._access = Access(self._ledger, self.stream, journal)
+        self._access = Access(self._ledger, device.state, journal)
+        device.state.users.join(self._access)
         self._journal = journal
         if journal is not None:
             self._ledger.record_in(JournalRecorder(self._ledger, journal, defers=True))
@@ -122,7 +129,7 @@ class Store:
         self.control_ingress: Array = self._slabs[CONTROL_INGRESS]
         self.control_egress: Array = self._slabs[CONTROL_EGRESS]
         self._graph_buffers: list[weakref.ref[Array]] = []
-        self._closed_parts = 0
+        self._closed_parts: set[Callable[[Store], None]] = set()
         self.block_tables: dict[str, Array] = {
             pool.name: self._slabs[f"{pool.name}.block_table"] for pool in config.pools
         }
@@ -173,28 +180,47 @@ class Store:
         Closing twice is harmless, and goes on where an interrupt stopped the first call.
 
         Raises:
+            MisuseError: other stores use the device, which would close with this store; this store stays open.
+            CaptureRefused: a capture that began on another stream is on; this store stays open.
             DeviceFault: a kernel failed, or wrote beyond a buffer.
             JournalFailed: a line of the journal could not be written.
             The store is closed nevertheless, also after every other error of the stream.  Of several errors the first
             is raised, and the others are notes of it.
         """
-        if self._closed_parts < len(_CLOSING):
+        if not self._closed_parts:
+            self._require_closable()
+        elif len(self._closed_parts) < len(_CLOSING):
             self._access.require_owner("close")
         first: BaseException | None = None
-        for close_part in _CLOSING[self._closed_parts :]:
+        for close_part in _CLOSING:
+            if close_part in self._closed_parts:
+                continue
             with Caught(first, all_kinds=True) as caught:
                 close_part(self)
             first = first or caught.error
-            self._closed_parts += 1
+            if caught.error is None or isinstance(caught.error, PagedKVError):
+                self._closed_parts.add(close_part)  # the next call repeats a part that an interrupt stopped
         if first is not None:
             raise first
 
+    def _require_closable(self) -> None:
+        """Refuse to close from elsewhere, or while others use a device that closes too, or capture on it."""
+        self._access.require_owner("close")
+        state = self.device.state
+        if self.owns_device and state.users.has_others(self._access):
+            raise MisuseError("close", expected="no other store on the device, which closes with this one",
+                              got="another one", clause="C1.1",
+                              remedy="close the other store first, or share a device of open_device")
+        if state.capturing_on and not self.stream.is_capturing:
+            state.check_outside_capture("close")
+
     def _finish_work(self) -> None:
+        if self._access.is_closed:  # an interrupt stopped the wait of an earlier call
+            return
         if self.stream.is_capturing:
             self.device.abort_capture(self.stream)
         if self._access.fault is None:
-            with self._access:
-                self.stream.synchronize()
+            self.stream.synchronize()
 
     def _report_ended_units(self) -> None:
         running = self._ledger.sequences.handles()
@@ -205,6 +231,7 @@ class Store:
 
     def _give_back(self) -> None:
         self._access.is_closed = True
+        self.device.state.users.leave(self._access)
         self._ledger.end_record()
         self._ledger.events.end()
         self._actions.close()
@@ -221,7 +248,9 @@ class Store:
             self._journal.close()
 
     def latch(self, fault: DeviceFault) -> None:
-        """Stop the store after a device error in a caller's launch; the first one becomes the evidence.  (C12.4)
+        """Stop the store after a device error; the first one becomes the evidence.  (C12.4)
+
+        The device calls this itself, for every open store; a caller needs it only for work that bypasses the device.
 
         Raises:
             MisuseError: `fault` is no DeviceFault.
@@ -256,7 +285,7 @@ class Store:
             CaptureRefused: there is a source, and the stream is capturing.
             DeviceFault: a copy or a publication failed; every claim was given back, the source is unchanged (C10.2).
         """
-        self._access.enter("activate", is_publishing=source is not None or self.sanitizer is not None)
+        self._access.enter("activate", reaches_device=source is not None or self.sanitizer is not None)
         return self._activate(ActivationTarget(prompt_tokens, output_tokens, source, frontier, keep_source))
 
     def activate(
@@ -331,7 +360,7 @@ class Store:
                 pool is behind the frontier of the state, Main has no committed token, or a backend's frontier is beyond
                 Main's (C13.2).
         """
-        self._access.enter("finish", is_publishing=self.sanitizer is not None)
+        self._access.enter("finish", reaches_device=self.sanitizer is not None)
         continuation = self._ledger.finish(sequence, retain=retain, state=state, state_frontier=state_frontier)
         self._settle()
         return continuation
@@ -343,7 +372,7 @@ class Store:
             StaleHandle: it has ended.
             MisuseError: a transfer uses one of its pages (C7.4).
         """
-        self._access.enter("abort", is_publishing=self.sanitizer is not None)
+        self._access.enter("abort", reaches_device=self.sanitizer is not None)
         has_ended = self._ledger.abort(sequence)
         self._settle()
         return has_ended
@@ -368,7 +397,7 @@ class Store:
             CaptureRefused: the stream is capturing, and a replay must not repeat the copy.
             DeviceFault: a copy failed; every claim was given back.
         """
-        self._access.enter("snapshot", is_publishing=True)
+        self._access.enter("snapshot", reaches_device=True)
         transaction = self._ledger.prepare_snapshot(sequence, state, state_frontier)
         if isinstance(transaction, Refusal):
             return transaction
@@ -475,10 +504,37 @@ class Store:
             MisuseError: no sequence, or one twice.
         """
         self._access.enter("batch")
-        if not isinstance(sequences, Iterable):
-            raise MisuseError("a batch", expected="sequences in batch order", got=shown(sequences),
-                              remedy="pass a list, of one sequence too", clause="C11.3")
-        return self._ledger.batch(tuple(sequences))
+        return self._ledger.batch(checked_items("a batch", sequences, expected="sequences in batch order",
+                                                remedy="pass a list, of one sequence too", clause="C11.3"))
+
+    def layer_view(self, sequence: Sequence, pool: str = "main", layer: int = 0) -> PagedKVLayerView:
+        """Return the view of one layer for one sequence: every op takes it without `table_rows`, for B = 1.  (C14.1)
+
+        It holds until the sequence ends; afterwards an op refuses it with StaleHandle, also when another sequence has
+        the row.  Pages that later units map are seen through it.
+
+        Raises:
+            StaleHandle: the sequence has ended.
+            MisuseError: an unknown pool or layer.
+            CaptureRefused: the stream is capturing, and a graph would freeze the row's address (C15.2).
+        """
+        self._access.enter("layer_view", reaches_device=True)
+        self._ledger.sequences.require_current(sequence)
+        self._ledger.active_in(pool)
+        views = self.views[pool]
+        checked_integer(f"a layer of pool {pool}", layer, 0, len(views) - 1, remedy="count layers from 0 in each pool",
+                        clause="C14.1")
+
+        def require_current() -> None:
+            self._access.enter("a launch with a view of one sequence")
+            self._ledger.sequences.require_current(sequence)
+
+        view = views[layer]
+        return PagedKVLayerView(
+            view.k_pages, view.v_pages, view.k_scale_pages, view.v_scale_pages, view.block_tables[sequence.row],
+            view.head_dim, view.num_kv_heads, view.storage, view.order, view.max_context, view.codec_counts,
+            require_current,
+        )
 
     # ---- units ------------------------------------------------------------------------------------
 
@@ -502,14 +558,13 @@ class Store:
             The error of a failed publication: the pages are members already, so the store is latched (C12.4).
         """
         try:
-            self._access.enter("begin_unit", is_publishing=True)
+            self._access.enter("begin_unit", reaches_device=True)
             unit, slices = self._ledger.begin_unit(name, batch, _counts_by_pool(columns))
         except BaseException:
             self._access.write_journal()
             raise
         if slices:
-            with self._access:
-                self._actions.publish(slices)
+            self._actions.publish(slices)
         self._settle()
         return unit
 
@@ -519,22 +574,20 @@ class Store:
         Raises:
             MisuseError: the unit has ended, or is of another store.
         """
-        self._access.enter("submit")
+        self._access.enter("submit", reaches_device=True)
         self._ledger.units.require_open(unit, "submit")
         self._completed.discard(unit.number)  # first: after an interrupt the unit counts as not waited for
-        with self._access:
-            event = self.device.event()
-            self.stream.record(event)
+        event = self.device.event()
+        self.stream.record(event)
         self._events[unit.number] = event
 
     def poll(self) -> list[Submission]:
         """Return the submitted units that the device has finished and that are not yet committed.  (C12.4)"""
-        self._access.enter("poll")
-        with self._access:
-            for number, event in list(self._events.items()):
-                if event.query():
-                    self._completed.add(number)
-                    del self._events[number]
+        self._access.enter("poll", reaches_device=True)
+        for number, event in list(self._events.items()):
+            if event.query():
+                self._completed.add(number)
+                del self._events[number]
         return [unit for unit in self._ledger.units.in_flight if unit.number in self._completed]
 
     def wait(self, unit: Submission) -> None:
@@ -544,14 +597,13 @@ class Store:
             MisuseError: the unit has ended, or is of another store.
             DeviceFault: a kernel failed; the store is latched.
         """
-        self._access.enter("wait")
+        self._access.enter("wait", reaches_device=True)
         self._ledger.units.require_open(unit, "wait")
-        with self._access:
-            event = self._events.pop(unit.number, None)
-            if event is not None:
-                event.synchronize()
-            elif unit.number not in self._completed:
-                self.stream.synchronize()
+        event = self._events.pop(unit.number, None)
+        if event is not None:
+            event.synchronize()
+        elif unit.number not in self._completed:
+            self.stream.synchronize()
         self._completed.add(unit.number)
 
     def commit(self, unit: Submission, accepted: Columns | Mapping[str, Columns] | None = None) -> None:
@@ -565,7 +617,7 @@ class Store:
         Raises:
             MisuseError: the unit was not waited for, has ended, or wrote fewer columns; nothing changed.
         """
-        self._access.enter("commit", is_publishing=self.sanitizer is not None)
+        self._access.enter("commit", reaches_device=self.sanitizer is not None)
         by_pool = {} if accepted is None else _counts_by_pool(accepted)
         self._ledger.units.require_open(unit, "commit")
         if unit.number not in self._completed:
@@ -582,7 +634,7 @@ class Store:
         Raises:
             MisuseError, DeviceFault: as `wait`.
         """
-        self._access.enter("fail", is_publishing=self.sanitizer is not None)
+        self._access.enter("fail", reaches_device=True)
         self._ledger.units.require_open(unit, "fail")
         self.wait(unit)
         self._ledger.fail_unit(unit)
@@ -591,12 +643,11 @@ class Store:
 
     def launch_graph(self, graph: Graph) -> None:
         """Replay a captured graph on the store's stream; a device error latches the store.  (C12.4)"""
-        self._access.enter("launch_graph")
-        if not hasattr(graph, "launch"):
+        self._access.enter("launch_graph", reaches_device=True)
+        if not hasattr(type(graph), "launch"):  # asked of the class: an object may raise
             raise MisuseError("launch_graph", expected="a graph that end_capture gave", got=shown(graph),
                               remedy="capture the unit first", clause="C15.1")
-        with self._access:
-            graph.launch(self.stream)
+        graph.launch(self.stream)
 
     def graph_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """Allocate a buffer for a captured unit; it counts in `graph_bytes` until its last user drops it.  (C5.4)
@@ -604,9 +655,8 @@ class Store:
         The plan has an allowance for all these buffers.  If capacity was automatic, a warning is logged each time that
         they come to exceed it.
         """
-        self._access.enter("graph_buffer")
-        with self._access:
-            buffer = self.device.empty(shape, dtype)
+        self._access.enter("graph_buffer", reaches_device=True)
+        buffer = self.device.empty(shape, dtype)
         before, allowance = self.graph_bytes, self.config.allowance_bytes
         self._graph_buffers = [known for known in self._graph_buffers if known() is not None]
         self._graph_buffers.append(weakref.ref(buffer))
@@ -660,14 +710,14 @@ class Store:
         """Map and publish positions [0, tokens) of one sequence ahead of a unit; a lower bound.  (C9.3)
 
         Raises:
-            EntitlementExceeded: tokens needs more pages than the sequence was activated for.
-            MisuseError: more than max_context tokens, or an unknown pool.
+            EntitlementExceeded: tokens needs more pages than the sequence was activated for; whole pages count, so the
+                last one may end beyond max_context.
+            MisuseError: no count of tokens, or an unknown pool.
             StaleHandle: it has ended.
         """
-        self._access.enter("ensure_mapped_to_tokens", is_publishing=True)
+        self._access.enter("ensure_mapped_to_tokens", reaches_device=True)
         slices = self._ledger.ensure_mapped_to_tokens(sequence, tokens, pool)
-        with self._access:
-            self._actions.publish(slices)
+        self._actions.publish(slices)
         self._settle()
 
     def trim(self, batch: Batch, pool: str = "main", provisional: Columns = 0) -> int:
@@ -683,7 +733,7 @@ class Store:
             MisuseError: an unknown pool, counts of another form, or a page that a transfer uses (C7.4).
             StaleHandle: one of the sequences has ended.
         """
-        self._access.enter("trim", is_publishing=self.sanitizer is not None)
+        self._access.enter("trim", reaches_device=self.sanitizer is not None)
         pages = self._ledger.trim(batch, pool, _counts(provisional))
         self._settle()
         return pages
@@ -702,7 +752,7 @@ class Store:
                 pool; or another space references or a copy uses one of the pages to cut (C7.4).
             StaleHandle: it has ended.
         """
-        self._access.enter("truncate", is_publishing=self.sanitizer is not None)
+        self._access.enter("truncate", reaches_device=self.sanitizer is not None)
         if isinstance(target, Continuation):
             self._ledger.truncate_continuation(target, tokens, pool)
         else:
@@ -757,13 +807,11 @@ class Store:
             AssertionError: an invariant is broken; the message names it.
             Corruption: in sanitizer mode, a table or a guard page was overwritten; the store is latched.
         """
-        self._access.enter("check")
+        self._access.enter("check", reaches_device=True)
         check_ledger(self._ledger)
         if self.sanitizer is not None:
-            with self._access:
-                self.sanitizer.check()
-        with self._access:
-            self._actions.check_tables()
+            self.sanitizer.check()
+        self._actions.check_tables()
 
     def memory_summary(self) -> dict[str, dict[str, int]]:
         """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; a latched store answers too."""
@@ -828,17 +876,16 @@ class Store:
             CaptureRefused: the stream is capturing.
             DeviceFault: a kernel failed; the store is latched.
         """
-        self._access.enter("codec_counts")
+        self._access.enter("codec_counts", reaches_device=True)
         if not self.config.codec_events:
             raise MisuseError("codec_counts", expected="a store that counts codec events",
                               got="one opened without codec_events",
                               remedy="open it with StoreConfig(codec_events=True)", clause="codecs 8")
         counts = {pool.name: np.zeros(len(CODEC_EVENTS), np.uint64) for pool in self.config.pools}
-        with self._access:
-            for pool in self.config.pools:
-                if pool.counts_events:
-                    self.device.copy(counts[pool.name], self._slabs[f"{pool.name}.codec_counts"], self.stream)
-            self.stream.synchronize()
+        for pool in self.config.pools:
+            if pool.counts_events:
+                self.device.copy(counts[pool.name], self._slabs[f"{pool.name}.codec_counts"], self.stream)
+        self.stream.synchronize()
         return {pool: dict(zip(CODEC_EVENTS, array.tolist(), strict=True)) for pool, array in counts.items()}
 
     # ---- helpers ----------------------------------------------------------------------------------
@@ -850,9 +897,8 @@ class Store:
     def _follow(self, transaction: Transaction) -> None:
         """Copy the tails of a transaction and publish its tables; after an error, give every claim back.  (C10.2)"""
         try:
-            with self._access:
-                self._actions.copy_tails(transaction.copies)
-                self._actions.publish_memberships(transaction.row, transaction.tables)
+            self._actions.copy_tails(transaction.copies)
+            self._actions.publish_memberships(transaction.row, transaction.tables)
         except BaseException as error:
             with Caught(error):
                 self._ledger.abort_transaction(transaction)
@@ -863,8 +909,7 @@ class Store:
     def _settle(self) -> None:
         """End an operation: withdraw table entries (sanitizer mode), confirm the ledger, deliver its events."""
         if self.sanitizer is not None:
-            with self._access:
-                self.sanitizer.withdraw()
+            self.sanitizer.withdraw()
         self._ledger.unsettled = ""
         if self._ledger.events.pending:
             self._ledger.events.deliver()
@@ -889,17 +934,19 @@ def _counts(columns: Columns) -> Columns:
     """Read counts of columns once, ahead of every check: reading them may run the caller's code, which may call us."""
     if type(columns) is int:
         return columns
-    try:
-        counts = np.array(columns)
-    except ValueError:  # a ragged list, which the ledger refuses
-        return columns
-    return counts if counts.dtype.kind in "iu" else columns
+    return checked_counts("columns of a unit", columns, remedy="pass one count, or one per batch entry", clause="C14.4")
 
 
 def _counts_by_pool(columns: Columns | Mapping[str, Columns]) -> dict[str, Columns]:
     """Read the columns of each pool once; those without a pool are Main's."""
     if isinstance(columns, Mapping):
-        return {pool: _counts(given) for pool, given in columns.items()}
+        by_pool: dict[str, Columns] | None = None
+        with Caught() as caught:
+            by_pool = dict(columns.items())
+        if by_pool is None:
+            raise MisuseError("columns by pool", expected="a mapping from pools to columns", got=shown(columns),
+                              remedy="pass a dict", clause="C14.4") from caught.error
+        return {pool: _counts(given) for pool, given in by_pool.items()}
     return {"main": _counts(columns)}
 
 

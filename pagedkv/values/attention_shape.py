@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pagedkv.errors import MisuseError
+from pagedkv.errors import MisuseError, shown
+from pagedkv.values.checks import checked_integer
 from pagedkv.values.profiles import HEAD_DIMS_BF16, KV_HEADS_MAX, QUERY_HEADS_MAX, check_heads
 from pagedkv.values.quantities import CONTEXT_TOKENS_MAX, ceil_div
 
@@ -56,8 +57,8 @@ class AttentionShape:
     max_context: int
 
     def __post_init__(self) -> None:
-        if self.route not in ROUTES:
-            raise MisuseError("the route", expected="'decode' or 'prefill'", got=repr(self.route),
+        if type(self.route) is not str or self.route not in ROUTES:
+            raise MisuseError("the route", expected="'decode' or 'prefill'", got=shown(self.route),
                               remedy="name the unit's route; it is never chosen from W", clause="C14.6")
         width_max = DECODE_WIDTH_MAX if self.route == "decode" else CONTEXT_TOKENS_MAX
         batch_max = GRID_AXIS_MAX if self.route == "decode" else 1
@@ -66,9 +67,8 @@ class AttentionShape:
             ("Hkv", self.kv_heads, KV_HEADS_MAX), ("D", self.head_dim, HEAD_DIMS_BF16[-1]),
             ("max_context", self.max_context, CONTEXT_TOKENS_MAX),
         ):
-            if type(value) is not int or not 1 <= value <= high:
-                raise MisuseError(f"{what} of route {self.route}", expected=f"an integer from 1 to {high}",
-                                  got=repr(value), remedy="split the call, or name the other route", clause="C14.4")
+            checked_integer(f"{what} of route {self.route}", value, 1, high,
+                            remedy="split the call, or name the other route", clause="C14.4")
         check_heads(self.query_heads, self.kv_heads)
         if self.width * (self.query_heads // self.kv_heads) > QUERY_ROWS_MAX:
             raise MisuseError(

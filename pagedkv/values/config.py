@@ -22,8 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from pagedkv.errors import ConfigError
+from pagedkv.errors import ConfigError, shown
 from pagedkv.values.attention_shape import DECODE_WIDTH_MAX
+from pagedkv.values.checks import checked_integer
 from pagedkv.values.planes import PackedPlanes, PageOrder, PlaneGeometry, plane_inventory
 from pagedkv.values.profiles import (
     HEAD_DIMS_CONTEXT,
@@ -45,6 +46,9 @@ BYTES_MAX = 1 << 50
 CAPACITY_TOKENS_MAX = 1 << 36
 """2^30 pages: ids are int32, and a backend's lead and the guard page come on top (C3.6, C5.6)."""
 
+NO_BACKEND = "ordinary"
+"""An alias of None as a backend, in any letter case.  (C0)"""
+
 GRAPH_ALLOWANCE_BYTES_PER_LANE = 12 << 20
 """The default allowance for captured graphs, their buffers and allocator rounding, per lane.
 
@@ -53,9 +57,7 @@ bytes the buffers of the captured units take; `graph_allowance_bytes` replaces t
 
 
 def _require_int(what: str, value: object, low: int, high: int, clause: str) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise ConfigError(what, expected=f"an integer from {low} to {high}", got=repr(value),
-                          remedy="correct the configuration", clause=clause)
+    checked_integer(what, value, low, high, remedy="correct the configuration", clause=clause, kind=ConfigError)
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,11 @@ class DraftFullBackend:
 
     def __post_init__(self) -> None:
         if not isinstance(self.geometry, KVGeometry):
-            raise ConfigError("DraftFullBackend.geometry", expected="a KVGeometry", got=repr(self.geometry),
+            raise ConfigError("DraftFullBackend.geometry", expected="a KVGeometry", got=shown(self.geometry),
                               remedy="describe the draft's own attention", clause="C3.4")
         if self.geometry.head_dim not in HEAD_DIMS_CONTEXT:
             raise ConfigError("head_dim of a Draft Full backend", expected=" or ".join(map(str, HEAD_DIMS_CONTEXT)),
-                              got=repr(self.geometry.head_dim),
+                              got=shown(self.geometry.head_dim),
                               remedy="use a draft whose head_dim context attention serves", clause="C4.5")
 
 
@@ -215,7 +217,7 @@ class StoreConfig:
         max_context: S in tokens.
         max_concurrency: C in sequences.
         kv_capacity: Main capacity: `ExplicitCapacity(tokens)`, or `AutoCapacity(headroom_bytes)`.
-        backend: None, `MTPBackend` or `DraftFullBackend`; at most one.
+        backend: None, also as "ordinary"; `MTPBackend`; or `DraftFullBackend`, which is "DFlash Full"; at most one.
         decode_columns_max: W of the widest decode unit, 1 to 16; it sizes workspace and control buffers.  None is 1
             without a backend, K + 1 with MTP, 16 with Draft Full.
         prefill_columns_max: W of the widest prefill unit, 16 to 65,536.
@@ -261,21 +263,24 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.geometry, KVGeometry):
-            raise ConfigError("geometry", expected="a KVGeometry", got=repr(self.geometry),
+            raise ConfigError("geometry", expected="a KVGeometry", got=shown(self.geometry),
                               remedy="describe the model's attention", clause="C4.5")
         object.__setattr__(self, "profile", resolve_profile(self.profile))
         check_head_dim(self.resolved_profile, self.geometry.head_dim)
         _require_int("max_context", self.max_context, 1, CONTEXT_TOKENS_MAX, "C5.1")
         _require_int("max_concurrency", self.max_concurrency, 1, CONCURRENCY_MAX, "C5.1")
+        if isinstance(self.backend, str) and self.backend.lower() == NO_BACKEND:
+            object.__setattr__(self, "backend", None)
         if self.backend is not None and not isinstance(self.backend, MTPBackend | DraftFullBackend):
-            raise ConfigError("backend", expected="None, an MTPBackend or a DraftFullBackend", got=repr(self.backend),
+            raise ConfigError("backend", expected=f"None or {NO_BACKEND!r}, an MTPBackend or a DraftFullBackend",
+                              got=shown(self.backend),
                               remedy="choose one backend; they exclude each other", clause="C3.3")
         self._check_reservations()
         if isinstance(self.kv_capacity, ExplicitCapacity):
             self._check_capacity(self.kv_capacity.tokens)
         elif not isinstance(self.kv_capacity, AutoCapacity):
             raise ConfigError("kv_capacity", expected="an ExplicitCapacity or an AutoCapacity",
-                              got=repr(self.kv_capacity), remedy="pass ExplicitCapacity(tokens=...)", clause="C5.2")
+                              got=shown(self.kv_capacity), remedy="pass ExplicitCapacity(tokens=...)", clause="C5.2")
         elif self.kv_capacity.min_tokens is not None and self.pages_least > self.pages_max:
             raise ConfigError(
                 "AutoCapacity.min_tokens", expected=f"at most {self.pages_max * PAGE_TOKENS} tokens",
@@ -296,7 +301,7 @@ class StoreConfig:
         _require_int("forced_span_tokens", self.forced_span_tokens, 0, CONTEXT_TOKENS_MAX, "C9.2")
         for name, clause in (("sanitizer", "C11.1"), ("codec_events", "codecs 8"), ("kv_lease_growth", "C9.2")):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, expected="True or False", got=repr(getattr(self, name)),
+                raise ConfigError(name, expected="True or False", got=shown(getattr(self, name)),
                                   remedy="correct the configuration", clause=clause)
 
     def _check_capacity(self, tokens: int) -> None:
@@ -454,5 +459,5 @@ def _build(kind: type[Any], values: dict[str, object]) -> Any:
 
 
 def _json_refusal(expected: str, got: object) -> ConfigError:
-    return ConfigError("a configuration in JSON", expected=expected, got=repr(got),
+    return ConfigError("a configuration in JSON", expected=expected, got=shown(got),
                        remedy="use the output of config_as_json, with the same version of the library", clause="C5.2")

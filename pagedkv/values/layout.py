@@ -30,10 +30,11 @@ import numpy as np
 
 from pagedkv.errors import ConfigError
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
+from pagedkv.values.checks import checked_integer
 from pagedkv.values.config import PoolConfig, StoreConfig
 from pagedkv.values.planes import PlaneGeometry
 from pagedkv.values.profiles import CODEC_EVENTS
-from pagedkv.values.quantities import SLAB_ALIGN_BYTES
+from pagedkv.values.quantities import CONTEXT_TOKENS_MAX, SLAB_ALIGN_BYTES
 
 ALIGNMENT_BYTES = SLAB_ALIGN_BYTES - 1
 
@@ -119,9 +120,8 @@ def control_words(*, batch: int, width: int) -> tuple[int, int]:
         ConfigError: B or W is no integer of at least 1.
     """
     for name, extent in (("B", batch), ("W", width)):
-        if type(extent) is not int or extent < 1:
-            raise ConfigError(f"{name} of a unit", expected="an integer of at least 1", got=repr(extent),
-                              remedy="count entries and columns", clause="C15.1")
+        checked_integer(f"{name} of a unit", extent, 1, CONTEXT_TOKENS_MAX, remedy="count entries and columns",
+                        clause="C15.1", kind=ConfigError)
     return batch * (3 + width), batch * (1 + width)
 
 

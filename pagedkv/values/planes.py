@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from pagedkv.errors import MisuseError
+from pagedkv.values.checks import checked_integer
 from pagedkv.values.profiles import Profile, Role, plane_schema
 from pagedkv.values.quantities import PAGE_TOKENS, SLAB_ALIGN_BYTES, align_up
 
@@ -117,9 +117,8 @@ class PackedPlanes:
     total_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if type(self.pages) is not int or self.pages < 1:
-            raise MisuseError("a packed layout", expected="at least one page", got=repr(self.pages),
-                              remedy="move nothing when there is nothing to move", clause="C8.1")
+        checked_integer("the pages of a packed layout", self.pages, 1, np.iinfo(np.int32).max,
+                        remedy="move nothing when there is nothing to move", clause="C8.1")
         packed = tuple(replace(plane, pages=self.pages) for plane in self.planes)
         offsets, end = [], 0
         for plane in packed:

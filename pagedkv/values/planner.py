@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from pagedkv.errors import CapacityError, ConfigError
+from pagedkv.errors import CapacityError, ConfigError, shown
+from pagedkv.values.checks import BYTES_MAX, checked_integer
 from pagedkv.values.config import CAPACITY_TOKENS_MAX, AutoCapacity, StoreConfig
 from pagedkv.values.layout import StoreLayout, build_layout
 from pagedkv.values.quantities import PAGE_TOKENS, pages_for_tokens
@@ -162,15 +163,14 @@ def plan(
         ConfigError: a negative count, or automatic capacity without F.
     """
     if not isinstance(config, StoreConfig):
-        raise ConfigError("the configuration", expected="a StoreConfig", got=repr(config),
+        raise ConfigError("the configuration", expected="a StoreConfig", got=shown(config),
                           remedy="build a StoreConfig first", clause="C5.2")
     is_free_known = free_bytes is not None or not config.is_resolved
     counts = {"free_bytes": free_bytes if is_free_known else 0,
               "total_bytes": 0 if total_bytes is None else total_bytes, "cache_bytes": cache_bytes}
     for name, count in counts.items():
-        if type(count) is not int or count < 0:
-            raise ConfigError(name, expected="a count of bytes, 0 or more", got=repr(count),
-                              remedy="pass what the device reports", clause="C5.3")
+        checked_integer(name, count, 0, BYTES_MAX, remedy="pass what the device reports", clause="C5.3",
+                        kind=ConfigError)
     curve = capacity_curve(config)
     least, most = acceptable_pages(config)
     pages = most

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from pagedkv.errors import ConfigError
+from pagedkv.errors import ConfigError, shown
 
 Role = Literal["k_code", "v_code", "k_scale", "v_scale"]
 ROLES: tuple[Role, ...] = ("k_code", "v_code", "k_scale", "v_scale")
@@ -125,7 +125,7 @@ def resolve_profile(profile: str | Profile) -> Profile:
         if named is not None:
             return named
     raise ConfigError(
-        "the storage profile", expected="one of " + ", ".join(PROFILES), got=repr(profile),
+        "the storage profile", expected="one of " + ", ".join(PROFILES), got=shown(profile),
         remedy="choose a profile of the closed set", clause="C4.1",
     )
 
@@ -136,7 +136,7 @@ def check_head_dim(profile: Profile, head_dim: int) -> None:
     if type(head_dim) is not int or head_dim not in allowed:
         expected = "64, 128 or 256" if profile.is_quantized else "a multiple of 16 from 16 to 256"
         raise ConfigError(
-            f"head_dim of profile {profile.name}", expected=expected, got=repr(head_dim),
+            f"head_dim of profile {profile.name}", expected=expected, got=shown(head_dim),
             remedy="use a supported head_dim or profile bf16", clause="C4.5",
         )
 

@@ -67,8 +67,12 @@ class FakeArray(np.ndarray):
 
     @property
     def data(self) -> Any:
-        """`ptr` and `device_id`, as CuPy's MemoryPointer."""
-        return SimpleNamespace(ptr=int(self.ctypes.data), device_id=0)
+        """`ptr`, `mem` and `device_id`, as CuPy's MemoryPointer."""
+        return SimpleNamespace(ptr=int(self.ctypes.data), mem=self.memory, device_id=0)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": (int(self.ctypes.data), False), "version": 3}
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
         return self._read_back().copy()

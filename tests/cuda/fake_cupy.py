@@ -32,18 +32,19 @@ from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.cpu.kernels import CpuModule
 from pagedkv.devices.kernels import Launch
 from pagedkv.devices.protocol import ModuleSpec
+from pagedkv.errors import DeviceFault
 from tests.cuda.fake_arrays import FakeArray
 
 THREAD_LOCAL = 1  # the capture mode
-NOT_PERMITTED, INVALIDATED, UNJOINED, IMPLICIT = 900, 901, 904, 906
+LAUNCH_FAILED, NOT_PERMITTED, INVALIDATED, UNJOINED, IMPLICIT = 719, 900, 901, 904, 906
 _EXPORT = re.compile(r"\bPK_EXPORT\s*\(\s*(\w+)\s*\)")
 
 
 class CUDARuntimeError(RuntimeError):
     """As CuPy's: a status and a text."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"cudaError {status}")
+    def __init__(self, status: int, text: str = "") -> None:
+        super().__init__(text or f"cudaError {status}")
         self.status = status
 
 
@@ -177,7 +178,7 @@ class PooledMemory:
     def __init__(self, pool: MemoryPool, block: np.ndarray) -> None:
         self.pool = pool
         self.content = block
-        self.ptr = int(block.ctypes.data)
+        self.ptr, self.size = int(block.ctypes.data), int(block.size)
         pool.live_bytes += block.size
 
     def __del__(self) -> None:
@@ -423,7 +424,14 @@ class _Driver(_Part):
         slots = b"".join(ctypes.string_at(pointer, 8) for pointer in pointers)
         grid, block = (grid_dim_x, grid_dim_y, grid_dim_z), (block_dim_x, block_dim_y, block_dim_z)
         operation = kernel.operation(Launch(grid, block, slots))
-        machine.submit_on(machine.handles[stream], lambda: operation.run(executor))
+
+        def run() -> None:
+            try:
+                operation.run(executor)
+            except DeviceFault as fault:
+                raise CUDARuntimeError(LAUNCH_FAILED, str(fault)) from fault
+
+        machine.submit_on(machine.handles[stream], run)
 
 
 class _Nvrtc(_Part):

@@ -314,6 +314,19 @@ def test_the_key_of_a_draft_has_the_shape_of_the_draft_pool() -> None:
             Unit(store, key_for(other.config, unit="draft", route="decode", batch=1, width=1, pool="draft"))
 
 
+def test_keys_of_main_and_mtp_of_equal_geometry_differ() -> None:
+    """C15.2: the key holds the pool, and a unit of one does not attend in the other, whose frontier is another."""
+    config = pk.StoreConfig(TARGET, profile="bf16", max_context=256, max_concurrency=1, backend=pk.MTPBackend(2),
+                            kv_capacity=pk.ExplicitCapacity(256))
+    main, mtp = (key_for(config, unit="u", route="decode", batch=1, width=1, pool=pool) for pool in ("main", "mtp"))
+    assert main != mtp
+    assert str(main) != str(mtp)
+    with pk.open_store(config, device="cpu") as store:
+        arrays = (store.device.zeros((1, 1, heads, 64), np.uint16) for heads in (24, 4, 4, 24))
+        with pytest.raises(pk.MisuseError, match=r"key_for\(pool='main'"):
+            Unit(store, mtp).attend(0, *arrays)
+
+
 def test_attention_in_the_other_pool_is_refused() -> None:
     """S17, C15.2: a unit attends with its key's scale, so only in a pool of its key's shape; an append has none."""
     with opened() as store:

@@ -21,7 +21,7 @@ CONFIG = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=512, max_concurren
 def test_the_key_is_shape_and_nothing_else() -> None:
     """C15.2: no field of the key names a page, a request or a length."""
     assert {field.name for field in dataclasses.fields(GraphKey)} == {
-        "unit", "route", "batch", "width", "is_masked", "profile", "geometry", "max_context", "scale",
+        "unit", "route", "batch", "width", "is_masked", "profile", "geometry", "max_context", "scale", "pool",
     }
     key = key_for(CONFIG, unit="decode", route="decode", batch=2, width=1)
     assert key == key_for(CONFIG, unit="decode", route="decode", batch=2, width=1)

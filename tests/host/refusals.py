@@ -6,6 +6,7 @@ them needs no list of columns that could fall behind the code.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -107,7 +108,7 @@ def _snapshot(value: object, met: dict[int, int]) -> object:
         return (value.dtype.str, value.shape, value.tobytes())
     if kind is memoryview:  # another way to read an array that is an attribute too
         return None
-    if kind is list or kind is tuple:
+    if kind in {list, tuple, deque}:
         return [_snapshot(item, met) for item in value]  # type: ignore[attr-defined]
     if kind is dict:
         return {key: _snapshot(item, met) for key, item in value.items()}  # type: ignore[attr-defined]

@@ -396,19 +396,31 @@ def test_counts_are_one_or_one_per_entry(bad: object) -> None:
 
 
 TOKEN_CALLS: list[tuple[str, Callable[[Ledger, Sequence, int], object]]] = [
-    ("C11.2", lambda ledger, sequence, tokens: ledger.ensure_mapped_to_tokens(sequence, tokens, "main")),
+    ("C9.3", lambda ledger, sequence, tokens: ledger.ensure_mapped_to_tokens(sequence, tokens, "main")),
     ("C9.10", lambda ledger, sequence, tokens: ledger.truncate(sequence, tokens, "main")),
 ]
 
 
-@pytest.mark.parametrize("tokens", [1.0, True, "1", None, np.int32(1), -1, 101, 128, 129, 2**40])
-def test_token_limits_are_integers_within_the_context(tokens: int) -> None:
-    """Another type is not converted; not beyond S = 100, although L holds 128.  (C9.3, C9.10, C11.2)"""
+@pytest.mark.parametrize("tokens", [1.0, True, "1", None, np.int32(1), -1, 129, 2**40])
+def test_token_limits_are_integers_within_the_entitlement(tokens: int) -> None:
+    """Another type is not converted; not beyond L, which holds 128.  (C9.3, C9.10)"""
     ledger, sequence = running(100, written=10, max_context=100)
 
     for clause, call in TOKEN_CALLS:
-        with refused(MisuseError, clause, ledger):
+        is_entitlement = clause == "C9.3" and tokens == 129
+        with refused(EntitlementExceeded if is_entitlement else MisuseError, clause, ledger):
             call(ledger, sequence, tokens)
+
+
+def test_only_the_entitlement_limits_what_is_mapped() -> None:
+    """C9.3: S = 100 does not, whose last page ends at 128; a unit still writes below S only (C11.2)."""
+    ledger, sequence = running(100, written=10, max_context=100)
+
+    ledger.ensure_mapped_to_tokens(sequence, 128, "main")
+
+    assert counts(ledger)[1] == 0, "no page is reserved any more"
+    with refused(MisuseError, "C11.2", ledger, match="position 100"):
+        ledger.begin_unit("unit", ledger.batch((sequence,)), {"main": 91})
 
 
 def test_truncate_to_nothing_empties_the_space_and_keeps_the_entitlement() -> None:

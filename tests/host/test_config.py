@@ -220,3 +220,9 @@ def test_an_unresolved_configuration_has_no_pages_yet() -> None:
     assert not config.is_resolved
     assert config.with_pages(5).main_pages == 5
     assert [pool.pages for pool in config.with_pages(5).pools] == [5]
+
+
+@pytest.mark.parametrize("alias", ["ordinary", "Ordinary"])
+def test_an_alias_names_no_backend(alias: str) -> None:
+    """C0: accepted on input."""
+    assert make_config(backend=alias).backend is None  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import logging
 
 import pytest
@@ -16,6 +17,7 @@ from tests.host.builders import activate, begin, make_ledger, running, trim, wri
 from tests.host.picture import Picture
 from tests.host.refusals import refused
 from tests.host.walking import walk_events
+from tests.hostile.interrupt import Interrupt
 
 ROUNDS, EVENTS = 12, 250
 
@@ -202,7 +204,7 @@ def test_an_observer_that_raises_is_logged_and_the_others_are_told(caplog: pytes
 
     assert heard == [EVENT]
     assert "observer's own mistake" in caplog.text
-    assert events.pending == []
+    assert not events.pending
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
@@ -222,6 +224,29 @@ def test_an_interrupt_in_an_observer_comes_out_after_every_delivery(error: type[
     events.deliver()
 
     assert heard == [EVENT, later]
+
+
+def test_an_interrupt_at_any_line_of_a_delivery_loses_no_event() -> None:
+    """C12.4: the next delivery goes on, and an event may come twice; an observer's call that is cut off has ended."""
+    is_of_observer = False
+    given, at, has_ended = [PageEvent("trim", "main", 0, block, (block,)) for block in range(4)], 0, False
+    while not has_ended:
+        at += 1
+        events, heard = PageEvents(), list[PageEvent]()
+        events.observe(heard.append)
+        events.pending += given[:2]
+        try:
+            with Interrupt(at, KeyboardInterrupt):
+                events.deliver()
+            has_ended = True
+        except KeyboardInterrupt as error:
+            file, _, line = str(error).rpartition(": ")[2].rpartition(":")
+            is_of_observer = linecache.getline(file, int(line)).strip() == "observer(event)"
+        events.pending += given[2:]
+        events.deliver()
+
+        assert given == list(dict.fromkeys(heard)) or (is_of_observer and len(heard) == 3), f"interrupted at line {at}"
+    assert at > 10
 
 
 def test_unsubscribing_ends_the_events_of_one_observer() -> None:

@@ -662,8 +662,15 @@ def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     first.write({"line": 1})
     with pytest.raises(pk.MisuseError, match="no other store writes"):
         Journal(path)
+    child = os.fork()
+    if child == 0:
+        with pytest.raises(pk.MisuseError, match="no other store writes"):
+            Journal(path)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
     first.close()
 
+    assert os.waitstatus_to_exitcode(status) == 7, "another process is refused too"
     assert path.read_text(encoding="utf-8") == '{"line":1}\n'
     Journal(path).close()
     assert not path.read_text(encoding="utf-8")

@@ -7,12 +7,17 @@ error of another kind later.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pagedkv as pk
+from pagedkv.devices.cpu.device import CpuDevice
 from tests.hostile.interrupt import ERRORS, Interrupt
 from tests.toy_model import retained, run_unit
 
@@ -33,9 +38,11 @@ class Stage:
         other: 65 tokens committed, in the unit `flying`, which the device has finished.
         kept: a continuation of 130 tokens, protected up to 64 tokens, with a state.
         shared: a continuation whose full pages `running` shares.
+        buffers: of `graph_buffer`; its array must not die inside the interrupted block.
     """
 
     def __init__(self, device: pk.Device) -> None:
+        self.buffers: list[Any] = []
         self.store = store = pk.open_store(CONFIG, device)
         self.kept = retained(store, self.written(130))
         store.protect(self.kept, 64)
@@ -101,6 +108,16 @@ CALLS: dict[str, Callable[[Stage], object]] = {
     "truncate a continuation": lambda on: on.store.truncate(on.kept, 70),
     "check": lambda on: on.store.check(),
     "inspect": lambda on: on.store.inspect(),
+    "explain": lambda on: on.store.explain(pk.ActivationTarget(10, 60, on.kept, None, True)),
+    "lists": lambda on: (on.store.sequences(), on.store.units(), on.store.continuations()),
+    "frontiers": lambda on: (
+        on.store.committed_tokens(on.kept), on.store.protected_tokens(on.kept), on.store.budget_tokens(on.running),
+        on.store.page_ids(on.running), on.store.page_ids(on.kept), on.store.state_of(on.kept),
+    ),
+    "layer_view": lambda on: on.store.layer_view(on.running, "mtp"),
+    "counters": lambda on: (on.store.memory_summary(), on.store.event_counts()),
+    "observe": lambda on: on.store.observe(lambda event: None)(),
+    "graph_buffer": lambda on: on.buffers.append(on.store.graph_buffer((16,), "u1")),
 }
 
 
@@ -171,3 +188,61 @@ def test_an_interrupt_leaves_no_gap_in_a_journal(device: pk.Device) -> None:
             break
         lines += 1
     assert lines > 50
+
+
+def allocated_bytes(device: pk.Device) -> int:
+    assert isinstance(device, CpuDevice)
+    return device.allocated_bytes
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("error", "every"), ERRORS)
+def test_a_store_whose_closing_was_interrupted_closes_with_the_next_call(
+    error: type[BaseException], every: int, opened_device: pk.Device, tmp_path: Path
+) -> None:
+    """C12.4: nothing of it stays on the device, and another store may write its journal."""
+    lines, at = 1, 0
+    while at <= lines:
+        bytes_before = allocated_bytes(opened_device)
+        store = pk.open_store(CONFIG, opened_device, journal=tmp_path / "journal.jsonl")
+        store.begin_unit(store.batch([store.activate(prompt_tokens=70, output_tokens=0)]), 70)
+        was_raised = at == 0
+        try:
+            with Interrupt(at, error) as count:
+                store.close()
+            lines = count.lines if at == 0 else lines
+        except error:
+            was_raised = True
+        with contextlib.suppress(pk.JournalFailed):
+            store.close()
+        with pytest.raises(pk.MisuseError, match="a closed one"):
+            store.poll()
+        del store
+        gc.collect()
+        # Python swallows an interrupt inside of a finalizer, which then cannot give its memory back.
+        assert not was_raised or allocated_bytes(opened_device) == bytes_before, f"interrupted at line {at} of {lines}"
+        at += every if at else 1
+
+
+@pytest.mark.parametrize(("error", "every"), [
+    (KeyboardInterrupt, 97), pytest.param(KeyboardInterrupt, 7, marks=pytest.mark.long),
+    pytest.param(MemoryError, 7, marks=pytest.mark.long),
+])
+def test_a_store_that_did_not_open_leaves_nothing(
+    error: type[BaseException], every: int, opened_device: pk.Device, tmp_path: Path
+) -> None:
+    """C12.4, C5.2: neither memory on the device nor a journal that is still locked."""
+    gc.collect()
+    bytes_before, at = allocated_bytes(opened_device), 1
+    while True:
+        try:
+            with Interrupt(at, error):
+                store = pk.open_store(CONFIG, opened_device, journal=tmp_path / "journal.jsonl")
+        except (error, pk.PagedKVError):  # a failed allocation may look like a wrong argument
+            pass
+        else:
+            store.close()
+            break
+        gc.collect()
+        assert allocated_bytes(opened_device) == bytes_before, f"interrupted at line {at}"
+        at += every

@@ -62,7 +62,7 @@ def use(store: pk.Store) -> DecodeLoop:
     loop.prefill(sequence, prompt(20, 1))
     for _ in range(3):
         loop.step([sequence])
-    store.snapshot(sequence, state=loop.last_token(sequence))
+    store.snapshot(sequence, state=pk.STATE_FOLLOWS)
     store.submit(store.begin_unit(store.batch([sequence]), 4))
     return loop
 

@@ -12,16 +12,16 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop, StepTokens
 from tests.hostile.interrupt import ERRORS, Interrupt
-from tests.toy_model import ToyModel, prompt
+from tests.toy_model import ToyModel, prompt, retained
 
 CONFIG = pk.StoreConfig(
-    pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64), profile="bf16", max_context=256, max_concurrency=3,
-    kv_capacity=pk.ExplicitCapacity(3 * 256), kv_lease_growth=True, lease_window_tokens=64,
+    pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64), profile="bf16", max_context=256, max_concurrency=4,
+    kv_capacity=pk.ExplicitCapacity(4 * 256), kv_lease_growth=True, lease_window_tokens=64,
 )
 
 
 class Stage:
-    """Two sequences whose next step crosses a page, a third one to prefill, and a loop with every graph captured."""
+    """Two sequences whose next step crosses a page, one to prefill, one to resume, and a loop with their graphs."""
 
     def __init__(self, device: pk.Device) -> None:
         self.store = pk.open_store(CONFIG, device)
@@ -31,9 +31,20 @@ class Stage:
             self.loop.prefill(sequence, prompt(62, seed))
         for _ in range(2):
             self.loop.step(self.running)
+        earlier = self.store.activate(prompt_tokens=20, output_tokens=20)
+        self.loop.prefill(earlier, prompt(20, 5))
+        self.last_token = self.loop.last_token(earlier)
+        saved = retained(self.store, earlier, self.last_token)
+        self.moved = self.store.activate(source=saved, keep_source=False, prompt_tokens=1, output_tokens=20)
         self.fresh = self.store.activate(prompt_tokens=40, output_tokens=20)
-        self.delivered: StepTokens | None = None
-        self.texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in [*self.running, self.fresh]}
+        self.all = [*self.running, self.fresh, self.moved]
+        self.delivered: list[StepTokens] = []
+
+    @property
+    def texts(self) -> dict[pk.Sequence, list[int]]:
+        """The tokens delivered so far."""
+        return {sequence: [token for part in self.delivered for token in part.get(sequence, [])]
+                for sequence in self.all}
 
     def prefill(self) -> None:
         """Prefill the third sequence in three chunks, unless an interrupt came after its end."""
@@ -41,27 +52,52 @@ class Stage:
             self.loop.prefill(self.fresh, prompt(40, 9))
 
     def step(self) -> None:
-        """Advance the two sequences, and note their tokens, of an interrupted call those that it was to note."""
-        if self.delivered is None:
-            self.delivered = self.loop.step(self.running)
-        self.note(self.delivered)
-        self.delivered = None
+        """Advance the two sequences, and note their tokens."""
+        self.note(self.loop.step(self.running))
+
+    def decode(self) -> None:
+        """Advance the two sequences by two steps of a generator, which this call leaves unfinished."""
+        for number, delivered in enumerate(self.loop.decode(self.running)):
+            self.note(delivered)
+            if number == 1:
+                break
+
+    def capture(self) -> None:
+        """Advance one sequence alone: a shape that the loop has not captured."""
+        self.note(self.loop.step(self.running[:1]))
+
+    def resume(self) -> None:
+        """Go on with a sequence that was retained and activated again."""
+        self.loop.resume(self.moved, self.last_token)
+
+    def forget(self) -> None:
+        """Forget a sequence that has not been prefilled."""
+        self.loop.forget(self.fresh)
 
     def note(self, delivered: StepTokens) -> None:
-        """Append delivered tokens to the texts."""
-        for sequence, tokens in list(delivered.items()):  # after that no line of the product runs
-            self.texts[sequence] += tokens
+        """Note delivered tokens; nobody reads them before the call has ended, so no interrupt comes in between."""
+        self.delivered.append(delivered)
 
     def go_on(self) -> list[list[int]]:
-        """Prefill what is not prefilled, step until every text has seven tokens, and return these."""
+        """Prefill and resume what is not in the loop, step until every text has seven tokens, and return these."""
         self.prefill()
+        if not self.texts[self.moved]:
+            self.resume()
         while min(map(len, self.texts.values())) < 7:
             self.note(self.loop.step(list(self.texts)))
         self.store.check()
         return [tokens[:7] for tokens in self.texts.values()]
 
 
-CALLS: dict[str, Callable[[Stage], object]] = {"step": Stage.step, "prefill": Stage.prefill}
+CALLS: dict[str, Callable[[Stage], object]] = {
+    "step": Stage.step, "decode": Stage.decode, "prefill": Stage.prefill, "resume": Stage.resume,
+    "forget": Stage.forget, "capture": Stage.capture,
+}
+SPARSE = {("capture", 3): 20, ("capture", 1): 7, ("decode", 3): 4}
+"""By how much the distance between two interrupts is longer: a capture runs the same lines for each launch."""
+
+LAST_LINES = 15
+"""Lines at the end of a call, where its answer is handed over; each of them is interrupted."""
 
 
 @pytest.mark.parametrize(("error", "every"), ERRORS)
@@ -80,7 +116,8 @@ def test_a_loop_that_goes_on_gives_the_tokens_it_would_have_given(
         expected = stage.go_on()
 
     latched = 0
-    for at in range(1, count.lines + 1, every):
+    first_of_last = max(1, count.lines - LAST_LINES + 1)
+    for at in [*range(1, first_of_last, every * SPARSE.get((name, every), 1)), *range(first_of_last, count.lines + 1)]:
         stage = Stage(opened_device)
         with stage.store as store:
             with pytest.raises(error, match=f"at line {at}:") as raised, Interrupt(at, error):

@@ -186,6 +186,43 @@ def test_an_entry_without_a_table_row_is_inert(
     assert_same_planes(before, cache.host_planes())
 
 
+@pytest.mark.parametrize("profile", ["bf16", "k8v4"])
+@pytest.mark.parametrize(("route", "first", "width"), [("decode", -3, 8), ("decode", -8, 8), ("prefill", -20, 83),
+                                                       ("decode", -(2**31), 3)])
+def test_a_live_column_before_position_0_sees_nothing(
+    device: Device, rng: Rng, profile: str, route: Route, first: int, width: int
+) -> None:
+    """C14.4: it is +0 with lse -infinity and writes nothing; later columns are as in a call that begins at 0."""
+    before, count = min(-first, width), max(width + first, 0)
+    cache, other = (build_cache(device, rng, profile, scattered_table(1, 10), route) for _ in range(2))
+    planes = cache.host_planes()
+    q, k, v = draw_block(rng, cache, width=width)
+    kill_columns((array[:, :before] for array in (q, k, v)), [0])
+
+    out, lse = cache.attend(q, [first], [0], route=route, new_rows=(k, v))
+
+    assert not out[:, :before].any()
+    assert np.isneginf(lse[:, :before]).all()
+    rest = [np.ascontiguousarray(array[:, before:]) for array in (q, k, v)]
+    expected = cache.with_rows(planes, rest[1], rest[2], [0], [0], [count]) if count else planes
+    assert_same_planes(expected, cache.host_planes())
+    if count:
+        expected_out, expected_lse = other.attend(rest[0], [0], [0], route=route, new_rows=(rest[1], rest[2]))
+        np.testing.assert_array_equal(expected_out, out[:, before:])
+        np.testing.assert_array_equal(expected_lse, lse[:, before:])
+
+
+@pytest.mark.parametrize(("profile", "head_dim"), [("bf16", 64), ("bf16", 128)])
+def test_a_negative_context_length_is_an_empty_context(device: Device, rng: Rng, profile: str, head_dim: int) -> None:
+    """C14.4: the columns see the temporary rows alone, and no table entry is read."""
+    cache = build_cache(device, rng, profile, long_table(10, 1), "context", head_dim=head_dim)
+    q, k, v = draw_block(rng, cache, width=5)
+    expected, empty = (cache.attend(q, [n], [0], route="context", new_rows=(k, v)) for n in (0, -70))
+
+    np.testing.assert_array_equal(expected[0], empty[0])
+    np.testing.assert_array_equal(expected[1], empty[1])
+
+
 @pytest.mark.parametrize(("route", "profile"), [
     *((route, name) for route in ROUTES for name in PROFILES), ("context", "bf16"),
 ])  # fmt: skip

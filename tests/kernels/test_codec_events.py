@@ -229,7 +229,7 @@ def test_replayed_units_count_and_warm_up_and_copies_do_not(device: Device, prof
         for step in range(1, 5):
             loop.step(sequences)
             assert store.codec_counts() == zeros(94 + 3 * step)
-        store.snapshot(sequences[1], state=0)
+        store.snapshot(sequences[1], state=pk.STATE_FOLLOWS)
         store.finish(sequences[0])
         assert store.codec_counts() == zeros(106)
 

@@ -12,10 +12,11 @@ from pagedkv.devices.protocol import Device
 from pagedkv.errors import ConfigError, MisuseError
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
+from pagedkv.values.attention_shape import Route
 from pagedkv.values.planes import plane_inventory
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.arrays import Rng, bf16_noise, scattered_table, to_device
-from tests.kernels.paged_cache import PagedCache
+from tests.kernels.paged_cache import PagedCache, assert_same_planes
 
 ROLE_OF = {"k_pages": "k_code", "v_pages": "v_code", "k_scale_pages": "k_scale", "v_scale_pages": "v_scale"}
 
@@ -31,6 +32,13 @@ def parts(device: Device, profile: str = "k8v4", *, pages: int = 5) -> dict[str,
         **arguments, "block_tables": device.zeros((2, 4), np.int32), "head_dim": 64, "num_kv_heads": 3,
         "storage": profile, "order": "page-major", "max_context": 200,
     }  # fmt: skip
+
+
+def one_row(cache: PagedCache, row: int) -> PagedKVLayerView:
+    """Return the view of one table row of a cache."""
+    view = cache.view
+    return PagedKVLayerView(view.k_pages, view.v_pages, view.k_scale_pages, view.v_scale_pages, view.block_tables[row],
+                            view.head_dim, view.num_kv_heads, view.storage, view.order, view.max_context)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -69,6 +77,7 @@ def test_an_alias_names_the_profile(device: Device) -> None:
     (lambda d, a: {"block_tables": d.zeros((2, 4), np.int64)}, "block table"),
     (lambda d, a: {"block_tables": d.zeros((8,), np.int32)}, "block table"),
     (lambda d, a: {"block_tables": d.zeros((2, 8), np.int32)[:, ::2]}, "block table .* C-contiguous int32"),
+    (lambda d, a: {"block_tables": np.ma.array(d.pinned((2, 4), np.int32), copy=False)}, "block table"),
     (lambda d, a: {"max_context": 257}, "max_context"),
     (lambda d, a: {"max_context": 0}, "max_context"),
     (lambda d, a: {"num_kv_heads": 2}, "plane k_code"),
@@ -120,3 +129,58 @@ def test_a_view_of_one_sequence_is_a_table_of_one_row(device: Device, rng: Rng) 
     np.testing.assert_array_equal(expected, cache.get(out))
     with pytest.raises(MisuseError, match="table row"):
         dataclasses.replace(single, block_table=view.block_tables)
+
+
+@pytest.mark.parametrize("profile", ["bf16", "k8v4"])
+def test_a_view_of_one_sequence_gives_the_bits_of_the_batch(device: Device, rng: Rng, profile: str) -> None:
+    """C14.1: append, prefix, both routes and the cached variant, with no table_rows."""
+    caches = [PagedCache.build(device, profile, table=scattered_table(3, 2), rng=np.random.default_rng(7))
+              for _ in range(2)]
+    q, k, v = bf16_noise(rng, (1, 5, 4, 64)), *(bf16_noise(rng, (1, 5, 2, 64)) for _ in range(2))
+    outputs: list[list[Any]] = []
+    for cache, is_single in zip(caches, (False, True), strict=True):
+        view = one_row(cache, 1) if is_single else cache.view
+        rows: dict[str, Any] = {} if is_single else {"table_rows": cache.ints([1])}
+        put, ops, stream = cache.put, cache.ops, cache.stream
+        outputs.append([])
+        ops.append(view, put(k), put(v), cache.ints([0]), **rows, valid_columns=cache.ints([4]), stream=stream)
+        ops.append_prefix(view, put(v), put(k), cache.ints([4]), cache.ints([3]), **rows, stream=stream)
+        routes: tuple[tuple[Route, int], ...] = (("decode", 7), ("prefill", 62))
+        for route, first in routes:
+            out = put(np.zeros_like(q))
+            ops.causal_attention(view, put(q), put(k), put(v), out, cache.ints([first]), **rows, route=route,
+                                 workspace=None, stream=stream)
+            outputs[-1].append(cache.get(out))
+        ops.causal_attention_cached(view, put(q), out, cache.ints([3]), **rows, route="decode", workspace=None,
+                                    stream=stream)
+        outputs[-1].append(cache.get(out))
+
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert_same_planes(caches[0].host_planes(), caches[1].host_planes())
+
+
+def test_context_attention_takes_a_view_of_one_sequence(device: Device, rng: Rng) -> None:
+    """C14.1, C14.4: the same bits as with the batch view."""
+    cache = PagedCache.build(device, "bf16", order="head-major", table=scattered_table(3, 2), rng=rng)
+    cache.fill(rng, 2, 70)
+    q, k, v = bf16_noise(rng, (1, 5, 4, 64)), *(bf16_noise(rng, (1, 5, 2, 64)) for _ in range(2))
+    expected, _ = cache.attend(q, [70], [2], route="context", new_rows=(k, v))
+    out = cache.put(np.zeros_like(q))
+
+    cache.ops.context_attention(one_row(cache, 2), cache.put(q), cache.put(k), cache.put(v), out, cache.ints([70]),
+                                workspace=None, stream=cache.stream)
+
+    np.testing.assert_array_equal(expected, cache.get(out))
+
+
+@pytest.mark.parametrize(("batch", "has_rows"), [(1, True), (2, False)])
+def test_a_view_of_one_sequence_has_one_row_and_no_table_rows(device: Device, batch: int, has_rows: bool) -> None:
+    """C14.1: and a view of a batch needs table_rows."""
+    cache = PagedCache.build(device, "bf16", table=scattered_table(2, 2), rng=None)
+    k = cache.put(np.zeros((batch, 1, 2, 64), np.uint16))
+    v, positions, rows = cache.put(np.zeros((batch, 1, 2, 64), np.uint16)), cache.ints([0] * batch), cache.ints([0])
+
+    with pytest.raises(MisuseError, match="B = 1 and no table_rows"):
+        cache.ops.append(one_row(cache, 0), k, v, positions, rows if has_rows else None, stream=cache.stream)
+    with pytest.raises(MisuseError, match="table_rows was refused"):
+        cache.ops.append(cache.view, k, v, positions, stream=cache.stream)

@@ -122,6 +122,16 @@ def test_equal_logits_choose_the_lowest_id() -> None:
     assert [0, 4, *[0] * 14] == choice.tolist()
 
 
+def test_logits_that_are_not_finite_choose_no_token() -> None:
+    """A NaN was the largest, and chose its own place: often 0, which ends a text."""
+    logits = np.zeros((16, 9), np.float32)
+    logits[0, 0], logits[1, 3], logits[2, 2], logits[3], logits[4, 0] = np.nan, np.nan, np.inf, -np.inf, -np.inf
+    choice = np.full(16, 7, np.int32)
+    functions.choose_largest(logits, choice)
+
+    assert [NO_TOKEN] * 4 + [1] + [0] * 11 == choice.tolist()
+
+
 def test_the_tiny_model_agrees_with_the_reference(model: LlamaModel, tiny_weights: LlamaWeights) -> None:
     ids = random_ids(11, 100)
     expected = teacher_forced(tiny_weights, ids)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +15,23 @@ import pytest
 import pagedkv as pk
 from pagedkv.tools.llama import weights as model_weights
 from pagedkv.tools.llama.weights import LlamaConfig, LlamaWeights, find_model_file, load_model
+from tests.hostile.gguf_files import STRING, Field, Tensor, valid_model, write_file
 from tests.model.tiny import TINY
 
 gguf = pytest.importorskip("gguf", reason="the `model` extra is not installed")
 
 
 def write_tiny_gguf(path: Path, *, architecture: str = "llama") -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """Write a float32 GGUF of the shape TINY with random tensors; return them by name."""
-    generator = np.random.default_rng(2)
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in {
-        "block_count": TINY.layers, "embedding_length": TINY.hidden, "feed_forward_length": TINY.intermediate,
-        "attention.head_count": TINY.query_heads, "attention.head_count_kv": TINY.kv_heads,
-        "rope.dimension_count": TINY.head_dim, "vocab_size": TINY.vocabulary, "context_length": TINY.context_tokens,
-    }.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_float32("llama.rope.freq_base", TINY.rope_base)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", TINY.rms_epsilon)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(["a", "b", "ab"])
-    writer.add_token_types([3, 1, 1])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template("{{ messages }}")
-    E, F = TINY.hidden, TINY.intermediate
-    shapes = {"token_embd": (TINY.vocabulary, E), "output_norm": (E,)}
-    for layer in range(TINY.layers):
-        shapes |= {
-            f"blk.{layer}.attn_norm": (E,), f"blk.{layer}.attn_q": (TINY.query_columns, E),
-            f"blk.{layer}.attn_k": (TINY.kv_columns, E), f"blk.{layer}.attn_v": (TINY.kv_columns, E),
-            f"blk.{layer}.attn_output": (E, TINY.query_columns), f"blk.{layer}.ffn_norm": (E,),
-            f"blk.{layer}.ffn_gate": (F, E), f"blk.{layer}.ffn_up": (F, E), f"blk.{layer}.ffn_down": (E, F),
-        }
-    tensors = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    for name, tensor in tensors.items():
-        writer.add_tensor(f"{name}.weight", tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tensors
+    """Write a GGUF of the shape TINY with 3 tokens and random tensors; return them by name, dequantized."""
+    model = valid_model(replace(TINY, vocabulary=3), ["a", "b", "ab"])
+    write_file(path, model.with_field("general.architecture", Field(STRING, architecture)))
+    return {name.removesuffix(".weight"): dequantized(tensor) for name, tensor in model.tensors}
+
+
+def dequantized(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    rows = np.frombuffer(tensor.data, np.uint8).reshape(prod(tensor.shape[:-1]), -1)
+    values = gguf.dequantize(rows, gguf.GGMLQuantizationType(tensor.kind))
+    return np.asarray(values, np.float32).reshape(tensor.shape)
 
 
 def test_a_gguf_is_read_into_fused_output_major_matrices(tmp_path: Path) -> None:
@@ -99,7 +75,7 @@ def test_a_second_start_converts_only_what_is_damaged(
 def test_another_architecture_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "other.gguf", architecture="gpt2")
 
-    with pytest.raises(pk.MisuseError, match="architecture was refused: expected llama, got gpt2"):
+    with pytest.raises(pk.MisuseError, match="architecture was refused: expected 'llama', got 'gpt2'"):
         load_model(tmp_path / "other.gguf", cache_folder=tmp_path / "cache")
 
     assert [] == list((tmp_path / "cache" / "model").iterdir())
@@ -120,3 +96,9 @@ def test_smollm2_has_the_shape_its_paper_states(weights: LlamaWeights) -> None:
     assert weights.config == LlamaConfig(layers=30, hidden=576, intermediate=1536, query_heads=9, kv_heads=3,
                                          head_dim=64, vocabulary=49152, rope_base=100_000.0,
                                          rms_epsilon=float(np.float32(1e-5)), context_tokens=8192)
+
+
+@pytest.mark.parametrize("name", ["nothing.gguf", "."])
+def test_a_model_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(pk.MisuseError, match=r"the model file .* a file that can be read"):
+        load_model(tmp_path / name, cache_folder=tmp_path / "cache")

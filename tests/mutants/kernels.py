@@ -16,6 +16,7 @@ COPY = "kernels/test_copy_columns.py::test_columns_and_no_others_arrive"
 BLOCK = f"{STEP}[cpu-context-bf16"
 GROUPS = "kernels/test_attention.py::test_contexts_of_several_key_groups_meet_the_criterion[cpu-context-bf16"
 INERT = "kernels/test_attention.py::test_inert_columns_are_zero_and_write_nothing[cpu-eager-context-bf16]"
+BEFORE = "kernels/test_attention.py::test_a_live_column_before_position_0_sees_nothing"
 HAZARDS = "uninit-shared|warp-hazard"
 ORDER = "race-read-after-write|race-write-after-read"
 RACES = f"uninit-shared|{ORDER}"
@@ -43,7 +44,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C14.4", "a row without a table is looked up", "cuda_src/kernels/append.cu",
            "if (table_row < 0) return place;", "",
            watched("kernels/test_append.py::test_an_entry_without_a_table_row_writes_nothing[cpu]", OUTSIDE)),
+    Mutant("C14.4", "a column before position 0 is written", "cuda_src/kernels/append.cu",
+           "if (position < 0) return place;", "", f"{BEFORE}[cpu-decode--3-8-bf16]"),
+    Mutant("C14.1", "a table of one row needs table_rows", "cuda_src/kernels/page_address.cuh",
+           "table_rows == nullptr ? 0 : table_rows[entry]", "table_rows[entry]",
+           "kernels/test_views.py::test_a_view_of_one_sequence_gives_the_bits_of_the_batch[cpu-bf16]"),
     # ---- attention_tiles.cuh
+    Mutant("C14.4", "the output of a column before position 0 is left as it is", "cuda_src/kernels/attention_tiles.cuh",
+           "row >= live_rows || (column_step > 0 && position_of(op, row) < 0)", "row >= live_rows",
+           f"{BEFORE}[cpu-decode--8-8-bf16]"),
     Mutant("C14.5", "a query does not see its own key", "cuda_src/kernels/attention_tiles.cuh",
            "if (page_begin + key > row_positions[r]) scores", "if (page_begin + key >= row_positions[r]) scores",
            "kernels/test_attention.py::test_several_columns_meet_the_criterion[cpu-bf16-64-decode-6-17]"),
@@ -54,7 +63,8 @@ MUTANTS: tuple[Mutant, ...] = (
            "o[r] = multiply(o[r], rescale[r]);\n    __syncwarp();", "o[r] = multiply(o[r], rescale[r]);",
            watched(f"{STEP}[cpu-decode-bf16-64-64]", HAZARDS)),
     Mutant("C11.3", "every entry reads the first table row", "cuda_src/kernels/attention_tiles.cuh",
-           "op.table_rows[tile.entry]) * op.table_width", "op.table_rows[0]) * op.table_width",
+           "table_row_of(op.table_rows, tile.entry)) * op.table_width",
+           "table_row_of(op.table_rows, 0)) * op.table_width",
            "kernels/test_attention_invariance.py::test_a_batch_equals_its_rows_alone[cpu-bf16-decode]"),
     Mutant("C14.5", "the last key of a tile is left out", "cuda_src/kernels/attention_tiles.cuh",
            "tile.last_position - page_begin + 1;", "tile.last_position - page_begin;",
@@ -212,4 +222,25 @@ MUTANTS: tuple[Mutant, ...] = (
            f"{BLOCK}-64-1]"),
     Mutant("C14.1", "a plane of any form is accepted", "ops/views.py",
            "check_array(name, plane, geometry", GONE, "kernels/test_views.py"),
+    Mutant("C15.2", "a view of one sequence is captured", "ops/views.py",
+           'if getattr(stream, "is_capturing", False):', "if False:",
+           "test_store.py::test_a_view_of_one_sequence_is_refused_under_capture_and_for_what_is_not_there[cpu]"),
+    Mutant("C6.1", "a view outlives its sequence", "ops/views.py",
+           "view.require_current()", GONE, "test_store.py::test_a_view_of_one_sequence_holds_until_it_ends[cpu-main]"),
+    # ---- checks of what a caller hands in
+    *(Mutant("C14.2", what, place, old, new, "hostile/test_arrays.py") for what, place, old, new in (
+        ("an array at an odd address is accepted", "ops/checks.py", "if address % align_bytes:", "if False:"),
+        ("a call asks no device about its arrays", "ops/checks.py", "ops.kernels.device.require_usable(", GONE),
+        ("an array beyond its buffer is accepted", "devices/cpu/context.py",
+         "return address if allocation.address <= address <= allocation.end - argument.nbytes else None",
+         "return address"),
+    )),
+    Mutant("C14.2", "a subclass of an array is accepted", "ops/checks.py", "type(value) is np.ndarray or",
+           "isinstance(value, np.ndarray) or", "kernels/test_views.py::test_a_view_that_lies_is_refused"),
+    Mutant("C14.4", "the mask of an array is ignored", "values/checks.py",
+           "if not isinstance(value, np.ndarray) or type(value) is np.ndarray:", "if True:",
+           "hostile/test_values.py"),
+    Mutant("C12.4", "a value that cannot be printed is no refusal", "errors.py:shown",
+           "with Caught() as caught:\n        text = form(value)", "caught = Caught()\n    text = form(value)",
+           "hostile/test_values.py"),
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """An independent Llama forward pass: what the model runner must agree with, written to be read against the formulas.
 
-Contiguous cache, BF16 like the store's `bf16` profile; attention in float64 over the decoded rows, output rounded to
-BF16 (C14.5); residual stream and linear layers in float32.  Nothing here comes from pagedkv except the arrays of the
-weights, which are handed in.
+Contiguous cache, BF16 like the store's `bf16` profile unless a caller passes another codec; attention in float64 over
+the decoded rows, output rounded to BF16 (C14.5); residual stream and linear layers in float32.  Nothing here comes from
+pagedkv except the arrays of the weights, which are handed in.
 
 What it shares with the runner by definition, not by code: q, k and v are rounded to BF16 after the rotation, pairs are
 interleaved (2i, 2i + 1), silu(g) = g / (1 + exp(-g)).
@@ -10,7 +10,7 @@ interleaved (2i, 2i + 1), silu(g) = g / (1 + exp(-g)).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,61 +34,66 @@ class ReferenceLlama:
 
     Args:
         weights: an object with the fields of `LlamaWeights`.
+        stored: the cache: (kind, rows) -> the rows that attention reads, float64; `kind` is "k" or "v", rows are
+            (tokens, Hkv, D) float64 BF16 numbers.  By default the rows themselves, which is the profile `bf16`.
     """
 
-    def __init__(self, weights: Any) -> None:
+    def __init__(self, weights: Any, stored: Callable[[str, F64], F64] = lambda _, rows: rows) -> None:
         self.weights = weights
         self.config = weights.config
-        self.keys: list[list[F64]] = [[] for _ in range(self.config.layers)]
-        self.values: list[list[F64]] = [[] for _ in range(self.config.layers)]
+        self.stored = stored
+        empty = np.empty((0, self.config.kv_heads, self.config.head_dim))
+        self.keys: list[F64] = [empty] * self.config.layers
+        self.values: list[F64] = [empty] * self.config.layers
 
-    def advance(self, token: int) -> F32:
-        """Append one token and return the logits after it, (vocabulary,)."""
+    def advance(self, tokens: Sequence[int]) -> F32:
+        """Append tokens and return the logits after each, (T, vocabulary)."""
         c, w = self.config, self.weights
-        position = len(self.keys[0])
-        x: F32 = w.embedding[token].astype(np.float32)
+        positions = len(self.keys[0]) + np.arange(len(tokens))
+        x: F32 = w.embedding[list(tokens)].astype(np.float32)
         for index, layer in enumerate(w.layers):
-            qkv = layer.qkv @ self._norm(x, layer.attention_norm)
-            q, k, v = np.split(qkv, [c.query_columns, c.query_columns + c.kv_columns])
-            q = self._rotate(q.reshape(c.query_heads, c.head_dim), position)
-            k = self._rotate(k.reshape(c.kv_heads, c.head_dim), position)
-            self.keys[index].append(round_to_bf16(k))
-            self.values[index].append(round_to_bf16(v.reshape(c.kv_heads, c.head_dim)))
-            attended = self._attend(index, round_to_bf16(q))
-            x = x + layer.attention_output @ round_to_bf16(attended).astype(np.float32).reshape(-1)
-            gate, up = np.split(layer.gate_up @ self._norm(x, layer.feed_forward_norm), 2)
-            x = x + layer.down @ (gate / (1 + np.exp(-gate)) * up)
-        logits: F32 = w.embedding @ self._norm(x, w.final_norm)
+            qkv = self._norm(x, layer.attention_norm) @ layer.qkv.T
+            q, k, v = np.split(qkv, [c.query_columns, c.query_columns + c.kv_columns], axis=1)
+            q = self._rotate(q.reshape(-1, c.query_heads, c.head_dim), positions)
+            k = self._rotate(k.reshape(-1, c.kv_heads, c.head_dim), positions)
+            v = v.reshape(-1, c.kv_heads, c.head_dim)
+            self.keys[index] = np.concatenate([self.keys[index], self.stored("k", round_to_bf16(k))])
+            self.values[index] = np.concatenate([self.values[index], self.stored("v", round_to_bf16(v))])
+            attended = self._attend(index, round_to_bf16(q), positions)
+            x = x + round_to_bf16(attended).astype(np.float32).reshape(len(x), -1) @ layer.attention_output.T
+            gate, up = np.split(self._norm(x, layer.feed_forward_norm) @ layer.gate_up.T, 2, axis=1)
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down.T
+        logits: F32 = self._norm(x, w.final_norm) @ w.embedding.T
         return logits
 
     def _norm(self, x: F32, weight: F32) -> F32:
-        mean_square = float(np.mean(np.square(x, dtype=np.float64)))
-        normed: F32 = x * np.float32((mean_square + self.config.rms_epsilon) ** -0.5) * weight
+        mean_square = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
+        normed: F32 = x * ((mean_square + self.config.rms_epsilon) ** -0.5).astype(np.float32) * weight
         return normed
 
-    def _rotate(self, heads: F32, position: int) -> F32:
+    def _rotate(self, heads: F32, positions: npt.NDArray[np.int64]) -> F32:
         """Turn each pair (2i, 2i + 1) of each head by position * base**(-2i / D), as complex numbers."""
         D = self.config.head_dim
-        turns = np.exp(1j * position * self.config.rope_base ** (-np.arange(0, D, 2) / D))
-        turned = (heads[:, 0::2] + 1j * heads[:, 1::2]) * turns
+        turns = np.exp(1j * positions[:, None, None] * self.config.rope_base ** (-np.arange(0, D, 2) / D))
+        turned = (heads[..., 0::2] + 1j * heads[..., 1::2]) * turns
         return np.stack([turned.real, turned.imag], axis=-1).reshape(heads.shape).astype(np.float32)
 
-    def _attend(self, index: int, q: F64) -> F64:
-        """Softmax attention of (Hq, D) over all positions so far; query head h reads head h * Hkv // Hq."""
+    def _attend(self, index: int, q: F64, positions: npt.NDArray[np.int64]) -> F64:
+        """Softmax attention of (T, Hq, D) over positions up to each one's own; head h reads KV head h * Hkv // Hq."""
         group = self.config.query_heads // self.config.kv_heads
-        keys, values = np.stack(self.keys[index], axis=1), np.stack(self.values[index], axis=1)
+        keys, values = self.keys[index], self.values[index]
         out = np.empty_like(q)
         for head in range(self.config.query_heads):
-            scores = keys[head // group] @ q[head] / np.sqrt(self.config.head_dim)
-            weights = np.exp(scores - scores.max())
-            out[head] = weights @ values[head // group] / weights.sum()
+            scores = q[:, head] @ keys[:, head // group].T / np.sqrt(self.config.head_dim)
+            scores[np.arange(len(keys)) > positions[:, None]] = -np.inf
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[:, head] = weights @ values[:, head // group] / weights.sum(axis=1, keepdims=True)
         return out
 
 
-def teacher_forced(weights: Any, ids: Sequence[int]) -> F32:
+def teacher_forced(weights: Any, ids: Sequence[int], **options: Any) -> F32:
     """Return the logits after each prefix of `ids`: (len(ids), vocabulary)."""
-    model = ReferenceLlama(weights)
-    return np.stack([model.advance(token) for token in ids])
+    return ReferenceLlama(weights, **options).advance(ids)
 
 
 def greedy(weights: Any, prompt_ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
@@ -99,14 +104,14 @@ def greedy(weights: Any, prompt_ids: Sequence[int], count: int) -> tuple[list[in
         compares tokens up to the first small margin only: below it, another rounding may choose the other token.
     """
     model = ReferenceLlama(weights)
-    logits = np.stack([model.advance(token) for token in prompt_ids])[-1]
+    logits = model.advance(prompt_ids)[-1]
     tokens: list[int] = []
     gaps: list[float] = []
     for step in range(count):
         tokens.append(int(np.argmax(logits)))
         gaps.append(float(margins(logits)))
         if step + 1 < count:
-            logits = model.advance(tokens[-1])
+            logits = model.advance(tokens[-1:])[-1]
     return tokens, gaps
 
 

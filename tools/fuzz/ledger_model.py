@@ -551,7 +551,7 @@ class LedgerModel:
     def ensure_errors(self, sequence: SequenceModel, pool: str, tokens: int) -> set[str]:
         """Errors of mapping ahead, which a row in flight may do too."""
         errors = self.stale_errors([sequence])
-        if pool not in self.pools or not 0 <= tokens <= self.max_context:
+        if pool not in self.pools or tokens < 0:
             errors.add("MisuseError")
         if pool in self.pools and pages_of(tokens) > sequence.spaces[pool].entitlement:
             errors.add("EntitlementExceeded")

@@ -21,7 +21,7 @@ Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
 BLOCK_ROWS = 16  # rows of every matrix product
-NO_TOKEN = -1  # next_tokens where no live column asks for one
+NO_TOKEN = -1  # next_tokens where no live column asks for one, or where logits are not finite
 
 
 def padded_rows(rows: int) -> int:
@@ -174,8 +174,11 @@ def gather_last_rows(rows: Float32Array, valid_columns: Int32Array, width: np.in
 
 
 def choose_largest(logits: Float32Array, choice: Int32Array) -> None:
-    """Write the id of each row's largest logit; the lowest id where several are equal."""
-    choice[...] = np.argmax(logits, axis=1)
+    """Write the id of each row's largest logit; the lowest id where several are equal.
+
+    NO_TOKEN where the largest is not finite (a NaN counts as largest): the loop refuses it, on every device.
+    """
+    choice[...] = np.where(np.isfinite(np.max(logits, axis=1)), np.argmax(logits, axis=1), NO_TOKEN)
 
 
 def store_choices(choice: Int32Array, valid_columns: Int32Array, next_tokens: Int32Array) -> None:

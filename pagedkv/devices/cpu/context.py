@@ -12,6 +12,8 @@ from pagedkv.devices.context import BaseContext
 from pagedkv.devices.cpu.deferred import Queues
 from pagedkv.devices.cpu.memory import Memory, address_of
 from pagedkv.devices.cpu.runtime import ORDERS, Executor
+from pagedkv.devices.memory import lies_within
+from pagedkv.devices.users import Users
 from pagedkv.errors import CapacityError, DeviceFault
 
 
@@ -38,7 +40,7 @@ class CpuContext(BaseContext):
                 "the cpu device", expected="memory for its runtime", got="none", remedy="free memory", clause="C12.4"
             )
         self._finalizer = weakref.finalize(self, library.pk_device_destroy, self._handle)
-        super().__init__("cpu")
+        super().__init__("cpu", Users())
         self.memory = Memory(library)
         self.executor = Executor(library, self._handle, self.memory)
         self.queues = None if schedule is None else Queues(self.memory, self.executor, schedule=schedule, seed=seed)
@@ -50,11 +52,13 @@ class CpuContext(BaseContext):
     def raise_overwritten(self, lines: list[str]) -> None:
         """Raise DeviceFault for overwritten canaries, if there are any."""
         if lines:
-            raise DeviceFault(
+            fault = DeviceFault(
                 "memory around a buffer", expected="the canary bytes written at its allocation", got="; ".join(lines),
                 remedy="look for a kernel or a host write past the end of the buffer", clause="C12.4",
                 kernel="", block=None, thread=None, address=None, buffer=lines[0], reason=lines[0],
             )
+            self.users.report(fault)
+            raise fault
 
     def raise_violations(self) -> None:
         """Raise DeviceFault for canaries that were overwritten when their buffers were freed."""
@@ -85,7 +89,7 @@ class CpuContext(BaseContext):
 
     def is_own(self, array: Any) -> bool:
         """Is it memory of this device, pinned memory included?"""
-        return isinstance(array, np.ndarray) and self.memory.owner(array) is not None
+        return isinstance(array, np.ndarray) and self.memory.owner(array) is not None and lies_within(array)
 
     def address(self, array: npt.NDArray[Any]) -> int:
         """Give the address of the first element."""
@@ -97,9 +101,11 @@ class CpuContext(BaseContext):
 
     def address_of(self, argument: Any, *, is_read_only: bool) -> int | None:
         """Give the address of an array that a kernel may use, None for anything else."""
-        if type(argument) is not np.ndarray or self.memory.owner(argument) is None:
+        if type(argument) is not np.ndarray:
             return None
-        flags = argument.flags
-        if not flags.c_contiguous or not (flags.writeable or is_read_only):
+        allocation, flags = self.memory.owner(argument), argument.flags
+        is_usable = flags.carray or (is_read_only and flags.c_contiguous and flags.aligned)
+        if allocation is None or not is_usable:
             return None
-        return address_of(argument)
+        address = address_of(argument)
+        return address if allocation.address <= address <= allocation.end - argument.nbytes else None

@@ -52,13 +52,12 @@ class Allocation(HostAllocation):
     memory: Memory
 
     def __init__(self, memory: Memory, buffer: Buffer, label: str, serial: int, *, is_pinned: bool) -> None:
+        self.buffer, self.label, self.serial = buffer, label, serial  # first: `release` needs them
         super().__init__(memory, is_pinned=is_pinned)
-        self.buffer = buffer
-        self.label = label
-        self.serial = serial
 
     def __del__(self) -> None:
-        self.memory.release(self)
+        if hasattr(self, "memory"):  # not where an interrupt ended the construction
+            self.memory.release(self)
 
 
 class Memory(BaseMemory):
@@ -102,7 +101,7 @@ class Memory(BaseMemory):
         allocation = Allocation(self, buffer, label, serial, is_pinned=is_pinned)
         with self._lock:
             self._live[serial] = (label, buffer)
-            self._count(byte_count, is_pinned=is_pinned)
+            self.note(serial, byte_count, is_pinned=is_pinned)
         return allocation.array(buffer.start, shape, dtype)
 
     def release(self, allocation: Allocation) -> None:
@@ -112,7 +111,7 @@ class Memory(BaseMemory):
             if (offset := self._overwritten(buffer)) is not None:
                 self.violations.append(_overwrite_text(allocation.label, buffer, offset))
             self._live.pop(allocation.serial, None)
-            self._count(-buffer.bytes, is_pinned=allocation.is_pinned)
+            self.forget(allocation.serial, is_pinned=allocation.is_pinned)
             self._library.pk_buffer_retire(ctypes.byref(buffer))
             self._freed.append((allocation.label, buffer))
             self._drop_freed()
@@ -169,12 +168,6 @@ class Memory(BaseMemory):
     def _drop_freed(self) -> None:
         while len(self._freed) > self._remembered:
             self._library.pk_buffer_destroy(ctypes.byref(self._freed.popleft()[1]))
-
-    def _count(self, byte_count: int, *, is_pinned: bool) -> None:
-        if is_pinned:
-            self.pinned_bytes += byte_count
-        else:
-            self.allocated_bytes += byte_count
 
     def _overwritten(self, buffer: Buffer) -> int | None:
         offset = ctypes.c_int64()

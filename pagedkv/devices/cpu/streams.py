@@ -21,6 +21,7 @@ from pagedkv.devices.cpu.operations import (
 from pagedkv.devices.cpu.races import Clock
 from pagedkv.devices.protocol import Device, Stream
 from pagedkv.devices.streams import BaseEvent, BaseStream, Capture, nested_graph, own_stream
+from pagedkv.errors import DeviceFault
 
 
 class CpuEvent(BaseEvent):
@@ -43,7 +44,8 @@ class CpuEvent(BaseEvent):
         self._check("event.synchronize")
         self.context.driver_calls += 1
         if self.context.queues is not None:
-            self.context.queues.finish(self.clock)
+            with self.context.users:
+                self.context.queues.finish(self.clock)
 
     def query(self) -> bool:
         """Has the recorded point passed?  In eager mode it always has."""
@@ -52,7 +54,8 @@ class CpuEvent(BaseEvent):
         if self.context.queues is None:
             return True
         self.asked += 1
-        return self.context.queues.query(self.clock, self.asked - 1)
+        with self.context.users:
+            return self.context.queues.query(self.clock, self.asked - 1)
 
 
 class CpuStream(BaseStream):
@@ -83,7 +86,11 @@ class CpuStream(BaseStream):
             capture.operations.append(operation)
             self.tail = {len(capture.nodes) - 1}
         elif context.queues is None:
-            operation.run(context.executor)
+            try:
+                operation.run(context.executor)
+            except DeviceFault as fault:
+                context.users.report(fault)
+                raise
         else:
             self.clock = context.queues.submit(
                 operation, stream=self.number, stream_label=self.label, after=self.clock, footprint=footprint
@@ -92,11 +99,11 @@ class CpuStream(BaseStream):
     def synchronize(self) -> None:
         """Wait until everything submitted has run."""
         context = self.context
-        if context.unusable or context.capturing_on:
-            context.check_outside_capture("stream.synchronize")
+        context.check_outside_capture("stream.synchronize")
         context.driver_calls += 1
         if context.queues is not None:
-            context.queues.finish(self.clock)
+            with context.users:
+                context.queues.finish(self.clock)
         if context.memory.violations:
             context.raise_violations()
 

@@ -26,7 +26,7 @@ from pagedkv.devices.cache_folder import SEAL_HEAD, Announce, CacheFolder, conte
 from pagedkv.devices.cuda.runtime import CudaRuntime
 from pagedkv.devices.protocol import ModuleSpec
 from pagedkv.devices.sources import module_text, reached_files
-from pagedkv.errors import MissingRequirement, MisuseError
+from pagedkv.errors import MissingRequirement, MisuseError, shown
 
 # The kernel report uses the same: explicit fmaf only, and never ftz or approximations (C14.6).
 OPTIONS = ("--std=c++17", "--fmad=false")
@@ -80,7 +80,7 @@ def check_options(options: tuple[str, ...]) -> None:
         if option.lstrip("-").split("=")[0] in CHANGES_BITS:
             raise MisuseError(
                 "options of the cuda device", expected="none of those that change bits: " + ", ".join(CHANGES_BITS),
-                got=repr(option), remedy="leave it out; use explicit intrinsics in the kernel that needs them",
+                got=shown(option), remedy="leave it out; use explicit intrinsics in the kernel that needs them",
                 clause="C14.6",
             )
 

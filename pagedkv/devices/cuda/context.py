@@ -9,6 +9,7 @@ import numpy as np
 from pagedkv.devices.context import BaseContext
 from pagedkv.devices.cuda.memory import CudaMemory
 from pagedkv.devices.cuda.runtime import CudaRuntime
+from pagedkv.devices.memory import byte_range, lies_within
 
 
 class CudaContext(BaseContext):
@@ -25,7 +26,7 @@ class CudaContext(BaseContext):
     memory: CudaMemory
 
     def __init__(self, api: CudaRuntime) -> None:
-        super().__init__("cuda")
+        super().__init__("cuda", api.users)
         self.api = api
         self.index = int(api.invoke("cuda.runtime.getDevice"))
         self.memory = CudaMemory(api, self.index)
@@ -54,8 +55,15 @@ class CudaContext(BaseContext):
     def is_own(self, array: Any) -> bool:
         """Is it memory of this GPU, or pinned memory of this device?"""
         if self.is_native(array):
-            return bool(array.data.device_id == self.index)
-        return isinstance(array, np.ndarray) and self.memory.owner(array) is not None
+            return bool(array.data.device_id == self.index) and self.lies_within(array)
+        return isinstance(array, np.ndarray) and self.memory.owner(array) is not None and lies_within(array)
+
+    def lies_within(self, array: Any) -> bool:
+        """Does all of an array that `is_array` accepts lie in the memory that it is over?"""
+        if not self.is_native(array):
+            return lies_within(array)
+        (low, high), memory = byte_range(int(array.data.ptr), array), array.data.mem
+        return bool(memory.ptr <= low and high <= memory.ptr + memory.size)
 
     def address(self, array: Any) -> int:
         """Give the address of the first element."""
@@ -72,5 +80,7 @@ class CudaContext(BaseContext):
         if not self.is_array(argument) or not argument.flags.c_contiguous or not self.is_own(argument):
             return None
         if self.is_native(argument):
-            return int(argument.data.ptr)
-        return int(argument.ctypes.data) if argument.flags.writeable or is_read_only else None
+            address = int(argument.data.ptr)
+            return address if address % argument.dtype.itemsize == 0 else None
+        flags = argument.flags
+        return int(argument.ctypes.data) if flags.aligned and (flags.writeable or is_read_only) else None

@@ -29,27 +29,25 @@ class DeviceAllocation:
     def __init__(self, memory: CudaMemory, pointer: Any, byte_count: int) -> None:
         self._memory = memory
         self._pointer = pointer
-        self._byte_count = byte_count
-        memory.allocated_bytes += byte_count
+        memory.note(id(self), byte_count, is_pinned=False)
 
     def __del__(self) -> None:
-        self._memory.allocated_bytes -= self._byte_count
+        self._memory.forget(id(self), is_pinned=False)
 
 
 class PinnedAllocation(HostAllocation):
     """One pinned buffer of CuPy behind NumPy arrays."""
 
-    __slots__ = ("_buffer", "_byte_count")
+    __slots__ = ("_buffer",)
     memory: CudaMemory
 
     def __init__(self, memory: CudaMemory, buffer: Any, byte_count: int) -> None:
         super().__init__(memory, is_pinned=True)
         self._buffer = buffer
-        self._byte_count = byte_count
-        memory.pinned_bytes += byte_count
+        memory.note(id(self), byte_count, is_pinned=True)
 
     def __del__(self) -> None:
-        self.memory.pinned_bytes -= self._byte_count
+        self.memory.forget(id(self), is_pinned=True)
         self.memory.retire(self._buffer)
 
 

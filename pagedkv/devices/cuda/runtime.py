@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pagedkv.devices.users import Users
 from pagedkv.errors import CapacityError, CaptureRefused, DeviceFault, MissingRequirement
 
 CUPY_MAJOR_MIN = 14
@@ -42,7 +43,8 @@ COUNTED = frozenset(
 # cudaError_t, from cuda_runtime_api.h
 _NO_MEMORY = 2
 _NOT_READY = 600
-_CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported ... WrongThread
+_ILLEGAL_STATE = 401  # the end of a capture on a stream that does not capture
+_CAPTURE_ERRORS = (_ILLEGAL_STATE, *range(900, 909))  # cudaErrorStreamCaptureUnsupported ... WrongThread
 # cudaDeviceAttr, from cuda_runtime_api.h
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 
@@ -55,6 +57,7 @@ class CudaRuntime:
 
     Attributes:
         calls: counted calls so far: those of `COUNTED`, and those of `count`.
+        users: of the device; each learns of every fault.
         array_type: `cupy.ndarray`.
         compile_error: NVRTC's error for a source that it refuses.
     """
@@ -63,6 +66,7 @@ class CudaRuntime:
         self._cupy = cupy
         self._targets: dict[str, Any] = {}
         self.calls = 0
+        self.users = Users()
         self.array_type: type = cupy.ndarray
         self.compile_error: type[Exception] = self.find("cuda.nvrtc.NVRTCError")
         self._errors: tuple[type[Exception], ...] = (
@@ -137,11 +141,13 @@ class CudaRuntime:
         return self._fault(what, _line(error), status)
 
     def _fault(self, what: str, got: str, status: int) -> DeviceFault:
-        return DeviceFault(
+        fault = DeviceFault(
             what, expected="work that CUDA runs to its end", got=got,
             remedy="look for a kernel that reads or writes out of bounds; this process cannot use the GPU any more",
             clause="C12.4", kernel="", block=None, thread=None, status=status,
         )
+        self.users.report(fault)
+        return fault
 
 
 def find_cupy(load: Callable[[str], Any] = importlib.import_module) -> Any:
