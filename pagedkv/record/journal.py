@@ -14,10 +14,9 @@ replay notices a wrong counter at once (C6.2); a line without it has the state o
 block and page id of each new table entry, one after the other.  A Refusal is written with its fields under "refused".
 `words.py` describes arguments, and the numbers that stand for the frontiers and first positions of all rows.
 
-The last line waits in memory until the store's next call, which writes it before it returns or raises.  So two lines
-of a decode step are written by one system call.  A crash loses at most the
-decision of the last call.  Lines are written whole; where a full disk or an interrupt leaves a part of a line in a file
-that the journal opened, the file is cut behind its last whole line.
+The last line waits in memory until the store's next call, which writes it before it returns or raises.  So two lines of
+a decode step are written by one system call, and a crash loses at most the line of the last call.  Where a full disk or
+an interrupt leaves a part of a line in a file that the journal opened, the file is cut behind its last whole line.
 
 If a line cannot be written, the operation is still valid and answers as usual: an error would lose its handle and the
 slices to publish.  The failure is logged, the journal ends at that line, and `close` raises JournalFailed.  The lines
@@ -129,15 +128,17 @@ class Journal:
             waiting.clear()
             return
         self._end = _CUT_OFF  # until the lines are whole and counted
-        content, lines, done, file = b"".join(waiting), len(waiting), 0, self._own_file
+        content, done, file = b"".join(waiting), 0, self._own_file
+        lines, bytes_before = self.lines, self._bytes
+        count = len(waiting)
         waiting.clear()
         try:
             if file is not None:
                 done = file.write(content)
                 while done < len(content):  # a full disk takes a part, and refuses the next call
                     done += file.write(content[done:])
-                self._bytes += done
-                self.lines += lines
+                self._bytes = bytes_before + done
+                self.lines = lines + count
             else:
                 for line in content.decode().splitlines(keepends=True):
                     self._file.write(line)
@@ -147,9 +148,9 @@ class Journal:
         except BaseException as error:
             if file is not None:
                 whole = content.rfind(b"\n", 0, done) + 1
-                self.lines += content.count(b"\n", 0, whole)
+                self.lines = lines + content.count(b"\n", 0, whole)
                 with Caught(error):  # a pipe cannot be cut
-                    file.truncate(self._bytes + whole)
+                    file.truncate(bytes_before + whole)
             if not isinstance(error, Exception):
                 raise
             self._end = error

@@ -130,7 +130,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C12.4", "closing leaves the line that waits out", "record/journal.py:close",
            "self.flush()", GONE, "host/test_journal.py -k next_call"),
     Mutant("C12.4", "a full disk leaves half a line", "record/journal.py",
-           "file.truncate(self._bytes + whole)", "pass", "host/test_journal.py -k full_disk"),
+           "file.truncate(bytes_before + whole)", "pass", "host/test_journal.py -k full_disk"),
     Mutant("C12.4", "a refused unit stays the one that others are like", "record/journal.py:_note_words",
            "self._usual = _NO_BEGIN", "pass", "host/test_journal.py -k like"),
     Mutant("C12.4", "an array of columns counts as the usual number", "record/journal.py",
