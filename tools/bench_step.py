@@ -1,8 +1,9 @@
 """`pagedkv bench step`: time the host's part of a decode step, beside the bare NumPy work that no engine can avoid.
 
-    ledger   begin a unit, write its selectors, commit; with W > 1 also trim what a random acceptance left behind
-    store    the same through a store: publish, launch, wait
-    loop     DecodeLoop.step with a model that does nothing
+    ledger      begin a unit, write its selectors, commit; with W > 1 also trim what a random acceptance left behind
+    store       the same through a store: publish, launch, wait
+    journaled   the same with a journal
+    loop        DecodeLoop.step with a model that does nothing
 
 `floor` is that bare work, with no check, no handle and no reservation.  Every subject alternates with the floor in one
 process, in chunks of 32 steps; the ratio is that of the medians of their thread CPU time.  Wall times stand beside it.
@@ -21,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from json import dumps
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -245,6 +247,14 @@ class StoreSubject(Subject):
                 store.trim(batch, pool)
 
 
+class JournaledSubject(StoreSubject):
+    """The store with a journal, in a file that is deleted while it is open."""
+
+    def __init__(self, rows: int, width: int, *, pools: int, is_changing: bool) -> None:
+        with TemporaryDirectory() as folder:
+            super().__init__(rows, width, pools=pools, is_changing=is_changing, journal=f"{folder}/run.jsonl")
+
+
 class IdleModel:
     """A model that does nothing."""
 
@@ -268,7 +278,9 @@ class LoopSubject(StoreSubject):
         self.loop.step(self.choose(self.sequences) if self.is_changing else self.sequences)
 
 
-SUBJECTS: dict[str, Callable[..., Subject]] = {"ledger": LedgerSubject, "store": StoreSubject, "loop": LoopSubject}
+SUBJECTS: dict[str, Callable[..., Subject]] = {
+    "ledger": LedgerSubject, "store": StoreSubject, "journaled": JournaledSubject, "loop": LoopSubject,
+}
 
 
 def next_of(items: list[Int32]) -> Int32:
@@ -359,6 +371,8 @@ def bench_step(
     for width, name, pools, is_changing, count in itertools.product(widths, SUBJECTS, (1, 2), (False, True), rows):
         if name == "loop" and (width > 1 or pools > 1):
             continue  # a loop decodes one column of Main
+        if name == "journaled" and (pools > 1 or is_changing):
+            continue  # to compare with the steady store
         progress(f"{name}, {count} rows, W = {width}")
         figures.append(time_subject(name, count, width, pools=pools, is_changing=is_changing, chunks=chunks))
     return figures
@@ -406,8 +420,8 @@ def read_numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> t
 def command(as_json: bool, rows: tuple[int, ...], widths: tuple[int, ...], chunks: int) -> None:
     """Time the host's part of a decode step, beside the bare NumPy work.
 
-    Ledger, store and decode loop, each with its ratio to the floor, on a device that only counts: microseconds of
-    thread CPU time, one pool and two, with a fixed batch and with a batch that changes at every step.
+    Ledger, store, journaled store and decode loop, each with its ratio to the floor, on a device that only counts:
+    microseconds of thread CPU time, one pool and two, with a fixed batch and with a batch that changes at every step.
     """
     figures = bench_step(rows=rows, widths=widths, chunks=chunks, progress=progress_line)
     progress_line("")

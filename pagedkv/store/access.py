@@ -18,6 +18,7 @@ from threading import get_ident
 from pagedkv.devices.protocol import DeviceState
 from pagedkv.errors import BrokenOff, DeviceFault, MisuseError, PagedKVError, StoreLatched
 from pagedkv.ledger.ledger import Ledger
+from pagedkv.record.journal import Journal
 
 
 class Access:
@@ -28,11 +29,13 @@ class Access:
         fault: the first device error, which latched the store.
     """
 
-    def __init__(self, ledger: Ledger, device: DeviceState) -> None:
+    def __init__(self, ledger: Ledger, device: DeviceState, journal: Journal | None) -> None:
         self.is_closed = False
         self.fault: DeviceFault | None = None
         self._ledger = ledger
         self._device = device
+        self._journal = journal
+        self._unwritten: list[bytes] = [] if journal is None else journal.waiting
         self._broken_off: BrokenOff | None = None
         self._thread = get_ident()
         _accesses.add(self)
@@ -45,6 +48,8 @@ class Access:
         """
         if get_ident() != self._thread:
             self.require_owner(operation)
+        if self._unwritten and operation != "begin_unit":  # which writes what waits together with its own line
+            self.write_journal()
         if self.is_closed:
             raise MisuseError(operation, expected="an open store", got="a closed one",
                               remedy="open a new store", clause="C12.4")
@@ -65,6 +70,11 @@ class Access:
         """Refuse every thread of a child process; asking for the process at every call would take half of its time."""
         self._thread = 0
 
+    def write_journal(self) -> None:
+        """Write the decisions of earlier calls; a call of another thread or process writes nothing."""
+        if self._journal is not None and self._unwritten and get_ident() == self._thread:
+            self._journal.flush()
+
     def latch(self, fault: DeviceFault) -> None:
         """Stop the store after a device error; the first one becomes the evidence."""
         if self.fault is None:
@@ -73,6 +83,7 @@ class Access:
     @property
     def evidence(self) -> PagedKVError | None:
         """The device error, or the operation that broke off, that latched the store."""
+        self.write_journal()
         if self.fault is not None:
             return self.fault
         operation = self._ledger.unsettled

@@ -116,11 +116,11 @@ class Store:
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
         self._ledger = _build_ledger(config)
-        self._access = Access(self._ledger, device.state)
+        self._access = Access(self._ledger, device.state, journal)
         device.state.users.join(self._access)
         self._journal = journal
         if journal is not None:
-            self._ledger.record_in(JournalRecorder(self._ledger, journal))
+            self._ledger.record_in(JournalRecorder(self._ledger, journal, defers=True))
         self._slabs: dict[str, Array] = {
             slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype, name=slab.name)
             for slab in self.layout.slabs
@@ -255,6 +255,7 @@ class Store:
         Raises:
             MisuseError: `fault` is no DeviceFault.
         """
+        self._access.write_journal()
         if not isinstance(fault, DeviceFault):
             raise MisuseError("latch", expected="a DeviceFault", got=shown(fault),
                               remedy="pass the error that the device raised", clause="C12.4")
@@ -556,9 +557,12 @@ class Store:
             CaptureRefused: the stream is capturing, and a replay must not repeat the publication.
             The error of a failed publication: the pages are members already, so the store is latched (C12.4).
         """
-        self._access.enter("begin_unit", reaches_device=True)
-        by_pool = _counts_by_pool(columns)
-        unit, slices = self._ledger.begin_unit(name, batch, by_pool)
+        try:
+            self._access.enter("begin_unit", reaches_device=True)
+            unit, slices = self._ledger.begin_unit(name, batch, _counts_by_pool(columns))
+        except BaseException:
+            self._access.write_journal()
+            raise
         if slices:
             self._actions.publish(slices)
         self._settle()
@@ -786,12 +790,14 @@ class Store:
     @property
     def graph_bytes(self) -> int:
         """Bytes of the buffers of `graph_buffer` that somebody still uses; the plan holds an allowance for them."""
+        self._access.write_journal()
         buffers = (known() for known in self._graph_buffers)
         return sum(int(buffer.nbytes) for buffer in buffers if buffer is not None)
 
     @property
     def published_slices(self) -> int:
         """Table slices copied to the device so far.  (C11.2)"""
+        self._access.write_journal()
         return self._actions.published_slices
 
     def check(self) -> None:
@@ -809,6 +815,7 @@ class Store:
 
     def memory_summary(self) -> dict[str, dict[str, int]]:
         """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; a latched store answers too."""
+        self._access.write_journal()
         summary = {}
         for pool in self.config.pools:
             counters = self._ledger.active[pool.name].pool
@@ -849,6 +856,7 @@ class Store:
         Events count whether or not anybody observes them.  Bytes are the sizes of the page groups in all planes, also
         for "publish", which copies only their table entries.
         """
+        self._access.write_journal()
         counts: dict[str, dict[str, dict[str, int]]] = {}
         for pool in self.config.pools:
             pages, page_bytes = self._ledger.active[pool.name].events.pages, pool.page_bytes
