@@ -1,8 +1,9 @@
 """`pagedkv bench step`: time the host's part of a decode step, beside the bare NumPy work that no engine can avoid.
 
-    ledger   begin a unit, write its selectors, commit; with W > 1 also trim what a random acceptance left behind
-    store    the same through a store: publish, launch, wait
-    loop     DecodeLoop.step with a model that does nothing
+    ledger      begin a unit, write its selectors, commit; with W > 1 also trim what a random acceptance left behind
+    store       the same through a store: publish, launch, wait
+    journaled   the same with a journal
+    loop        DecodeLoop.step with a model that does nothing
 
 `floor` is that bare work, with no check, no handle and no reservation.  Every subject alternates with the floor in one
 process, in chunks of 32 steps; the ratio is that of the medians of their thread CPU time.  Wall times stand beside it.
@@ -21,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from json import dumps
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -30,7 +32,6 @@ import numpy.typing as npt
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop, Unit
 from pagedkv.tools.console import json_option, positive, progress_line, say
-from pagedkv.tools.counting_device import CountingDevice
 
 Int32 = npt.NDArray[np.int32]
 
@@ -96,8 +97,31 @@ class Floor:
         self.mirror[rows, cols] = pages
 
 
-class Subject(ABC):
-    """What is timed: `rows` sequences of one store; `restart` ends them and activates others when they are full.
+class Steps(ABC):
+    """What is timed: steps of sequences that `restart` ends and begins anew when they are full."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.steps_left = 0
+
+    def make_ready(self) -> None:
+        """Have room for one more chunk."""
+        if self.steps_left < CHUNK_STEPS:
+            self.restart()
+            self.steps_left = (BLOCKS - 2) * pk.PAGE_TOKENS // self.width
+        self.steps_left -= CHUNK_STEPS
+
+    @abstractmethod
+    def restart(self) -> None:
+        """End every sequence, begin others, and commit the prompt of each."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """One step."""
+
+
+class Subject(Steps):
+    """The steps of `rows` sequences of one store of ours.
 
     Args:
         rows, width: B and W of every unit.
@@ -106,7 +130,7 @@ class Subject(ABC):
     """
 
     def __init__(self, rows: int, width: int, *, pools: int, is_changing: bool) -> None:
-        self.width = width
+        super().__init__(width)
         lanes = rows + is_changing
         self.config = pk.StoreConfig(
             GEOMETRY, profile="bf16", max_context=BLOCKS * pk.PAGE_TOKENS, max_concurrency=lanes,
@@ -123,14 +147,6 @@ class Subject(ABC):
         self.selected: pk.Batch | None = None
         self.positions = self.selectors[1]
         self.turn = 0
-        self.steps_left = 0
-
-    def make_ready(self) -> None:
-        """Have room for one more chunk."""
-        if self.steps_left < CHUNK_STEPS:
-            self.restart()
-            self.steps_left = (BLOCKS - 2) * pk.PAGE_TOKENS // self.width
-        self.steps_left -= CHUNK_STEPS
 
     def choose(self, sequences: list[pk.Sequence]) -> list[pk.Sequence]:
         """Return the sequences of the next step when the composition changes."""
@@ -145,14 +161,6 @@ class Subject(ABC):
             self.selectors[2, :count] = self.width
             self.positions = self.selectors[1, :count]
         self.positions[:] = unit.first_positions["main"]
-
-    @abstractmethod
-    def restart(self) -> None:
-        """End every sequence, activate others, and commit the prompt of each."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """One step."""
 
 
 class LedgerSubject(Subject):
@@ -199,7 +207,7 @@ class StoreSubject(Subject):
 
     def __init__(self, rows: int, width: int, *, pools: int, is_changing: bool, journal: str | None = None) -> None:
         super().__init__(rows, width, pools=pools, is_changing=is_changing)
-        self.device = CountingDevice()
+        self.device = pk.CountingDevice()
         self.store = pk.open_store(self.config, self.device, journal=journal)
         self.graph = self.device.end_capture(self.device.stream())
         self.sequences: list[pk.Sequence] = []
@@ -239,6 +247,14 @@ class StoreSubject(Subject):
                 store.trim(batch, pool)
 
 
+class JournaledSubject(StoreSubject):
+    """The store with a journal, in a file that is deleted while it is open."""
+
+    def __init__(self, rows: int, width: int, *, pools: int, is_changing: bool) -> None:
+        with TemporaryDirectory() as folder:
+            super().__init__(rows, width, pools=pools, is_changing=is_changing, journal=f"{folder}/run.jsonl")
+
+
 class IdleModel:
     """A model that does nothing."""
 
@@ -262,7 +278,9 @@ class LoopSubject(StoreSubject):
         self.loop.step(self.choose(self.sequences) if self.is_changing else self.sequences)
 
 
-SUBJECTS: dict[str, Callable[..., Subject]] = {"ledger": LedgerSubject, "store": StoreSubject, "loop": LoopSubject}
+SUBJECTS: dict[str, Callable[..., Subject]] = {
+    "ledger": LedgerSubject, "store": StoreSubject, "journaled": JournaledSubject, "loop": LoopSubject,
+}
 
 
 def next_of(items: list[Int32]) -> Int32:
@@ -303,9 +321,16 @@ def chunk_us(step: Callable[[], None]) -> tuple[float, float]:
     return cpu / CHUNK_STEPS / 1000, wall / CHUNK_STEPS / 1000
 
 
-def time_subject(name: str, rows: int, width: int, *, pools: int, is_changing: bool, chunks: int) -> StepFigure:
-    """Time a subject in chunks that alternate with the floor; the first tenth warms up.  The collector is off."""
-    subject = SUBJECTS[name](rows, width, pools=pools, is_changing=is_changing)
+def time_subject(
+    name: str, rows: int, width: int = 1, *, pools: int = 1, is_changing: bool = False, chunks: int,
+    subject: Steps | None = None,
+) -> StepFigure:
+    """Time a subject in chunks that alternate with the floor; the first tenth warms up.  The collector is off.
+
+    Args:
+        subject: what has that name; None makes the one of SUBJECTS.
+    """
+    subject = subject or SUBJECTS[name](rows, width, pools=pools, is_changing=is_changing)
     floor = Floor(rows)
     own, bare, preallocated = [], [], []
     gc.collect()
@@ -346,6 +371,8 @@ def bench_step(
     for width, name, pools, is_changing, count in itertools.product(widths, SUBJECTS, (1, 2), (False, True), rows):
         if name == "loop" and (width > 1 or pools > 1):
             continue  # a loop decodes one column of Main
+        if name == "journaled" and (pools > 1 or is_changing):
+            continue  # to compare with the steady store
         progress(f"{name}, {count} rows, W = {width}")
         figures.append(time_subject(name, count, width, pools=pools, is_changing=is_changing, chunks=chunks))
     return figures
@@ -364,7 +391,17 @@ def report(figures: list[StepFigure]) -> dict[str, Any]:
     }
 
 
-def _numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:  # noqa: ARG001 - click's
+def print_table(figures: list[StepFigure]) -> None:
+    """Print one line per figure."""
+    width = max((8, *(len(figure.subject) + 1 for figure in figures)))
+    click.echo(f"{'subject':<{width}}{'rows':>5}{'W':>3}{'pools':>6} {'batch':<9}{'us':>8}{'mean':>8}{'p95':>8}"
+               f"{'floor':>7}{'ratio':>7}{'prealloc':>9}{'wall':>8}")
+    for f in figures:
+        click.echo(f"{f.subject:<{width}}{f.rows:>5}{f.width:>3}{f.pools:>6} {f.composition:<9}{f.us:>8.1f}"
+                   f"{f.us_mean:>8.1f}{f.us_p95:>8.1f}{f.floor_us:>7.1f}{f.ratio:>7.2f}{f.preallocated_us:>9.1f}{f.wall_us:>8.1f}")
+
+
+def read_numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:  # noqa: ARG001 - click
     """Read "1,8,64" as numbers of at least 1."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
@@ -377,23 +414,19 @@ def _numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple
 
 @click.command()
 @json_option
-@click.option("--rows", default="1,8,64,256", show_default=True, callback=_numbers, help="Rows of the batch.")
-@click.option("--width", "widths", default="1,4", show_default=True, callback=_numbers, help="Columns of each row.")
+@click.option("--rows", default="1,8,64,256", show_default=True, callback=read_numbers, help="Rows of the batch.")
+@click.option("--width", "widths", default="1,4", show_default=True, callback=read_numbers, help="Columns of each row.")
 @click.option("--chunks", type=positive, default=100, show_default=True, help="Chunks of 32 steps per figure.")
 def command(as_json: bool, rows: tuple[int, ...], widths: tuple[int, ...], chunks: int) -> None:
     """Time the host's part of a decode step, beside the bare NumPy work.
 
-    Ledger, store and decode loop, each with its ratio to the floor, on a device that only counts: microseconds of
-    thread CPU time, one pool and two, with a fixed batch and with a batch that changes at every step.
+    Ledger, store, journaled store and decode loop, each with its ratio to the floor, on a device that only counts:
+    microseconds of thread CPU time, one pool and two, with a fixed batch and with a batch that changes at every step.
     """
     figures = bench_step(rows=rows, widths=widths, chunks=chunks, progress=progress_line)
     progress_line("")
     if as_json:
         click.echo(dumps(report(figures)))
     else:
-        click.echo(f"{'subject':<8}{'rows':>5}{'W':>3}{'pools':>6} {'batch':<9}{'us':>8}{'mean':>8}{'p95':>8}"
-                   f"{'floor':>7}{'ratio':>7}{'prealloc':>9}{'wall':>8}")
-        for f in figures:
-            click.echo(f"{f.subject:<8}{f.rows:>5}{f.width:>3}{f.pools:>6} {f.composition:<9}{f.us:>8.1f}"
-                       f"{f.us_mean:>8.1f}{f.us_p95:>8.1f}{f.floor_us:>7.1f}{f.ratio:>7.2f}{f.preallocated_us:>9.1f}{f.wall_us:>8.1f}")
+        print_table(figures)
     say(f"microseconds of a step: medians of {chunks} chunks of {CHUNK_STEPS} steps that alternate with the floor's")

@@ -365,6 +365,11 @@ class ActiveSpaces:
         spread[index] = values
         return spread
 
+    def entries(self, slices: TableSlices) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.integer[Any]], Ids]:
+        """Return (rows, blocks, page group ids) of every single entry of slices, slice after slice."""
+        rows, blocks = slices.flat()
+        return rows, blocks, self._flat_table[self._row_starts[rows] + blocks]
+
     def mapped_ids(self, row: int) -> Ids:
         """Return a copy of the page group ids that the row maps, in block order."""
         return self.table[row, : self.membership_pages(row)].copy()

@@ -20,8 +20,6 @@ them, so that a ledger without a recorder makes no extra call.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -29,7 +27,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import MisuseError, PagedKVError, shown
+from pagedkv.errors import MisuseError, shown
 from pagedkv.ledger.active_spaces import ActiveSpaces, TableSlices, Tokens
 from pagedkv.ledger.batch import (
     Batch,
@@ -65,19 +63,10 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Is called before and after every recorded operation."""
+    """Hears of every call of a recorded operation."""
 
-    def begin(self, operation: str, arguments: Mapping[str, Any]) -> None:
-        """Note an operation that begins; its handles are still current."""
-
-    def answer(self, answer: object) -> None:
-        """Note its answer."""
-
-    def refuse(self, error: PagedKVError) -> None:
-        """Note that it was refused."""
-
-    def break_off(self, error: BaseException) -> None:
-        """Note that it broke off after its first write; a replay cannot repeat anything after it."""
+    def reporting(self, operation: Callable[P, T]) -> Callable[P, T]:
+        """Return an operation of one ledger that tells this recorder of each call, and answers or refuses as before."""
 
 
 RECORDED: set[str] = set()
@@ -88,31 +77,6 @@ def recorded(operation: Callable[Concatenate[Ledger, P], T]) -> Callable[Concate
     """Mark an operation of `Ledger` that decides; `Ledger.record_in` reports each call of it."""
     RECORDED.add(operation.__name__)
     return operation
-
-
-def _reporting(operation: Callable[P, T], recorder: Recorder, is_unsettled: Callable[[], object]) -> Callable[P, T]:
-    """Return an operation of one ledger that reports each of its calls to a recorder."""
-    name = operation.__name__
-    parameters = list(inspect.signature(operation).parameters.values())
-    names = [parameter.name for parameter in parameters]
-    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-
-    @functools.wraps(operation)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        recorder.begin(name, {**defaults, **dict(zip(names, args, strict=False)), **kwargs})
-        try:
-            answer = operation(*args, **kwargs)
-        except PagedKVError as error:
-            recorder.refuse(error)
-            raise
-        except BaseException as error:
-            if is_unsettled():
-                recorder.break_off(error)
-            raise
-        recorder.answer(answer)
-        return answer
-
-    return call
 
 
 class Ledger:
@@ -149,7 +113,7 @@ class Ledger:
     def record_in(self, recorder: Recorder) -> None:
         """Report every later call of a recorded operation of this ledger; called once, by the store."""
         for name in RECORDED:
-            setattr(self, name, _reporting(getattr(self, name), recorder, lambda: self.unsettled))
+            setattr(self, name, recorder.reporting(getattr(self, name)))
 
     def end_record(self) -> None:
         """Report no further call: the recorder and this ledger hold each other until then."""

@@ -14,13 +14,12 @@ is refused.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.errors import MisuseError, StaleHandle, shown
+from pagedkv.errors import Caught, MisuseError, StaleHandle, shown
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,9 @@ class Sequences:
     def require_all_current(self, sequences: tuple[Sequence, ...]) -> None:
         """Refuse the first handle that `require_current` refuses; handles that the store made cost no call each."""
         current = self.current
-        if set(map(type, sequences)) <= {Sequence}:
-            with contextlib.suppress(IndexError, TypeError):  # a forged handle, whose row is none
-                if all(map(operator.is_, [current[sequence.row] for sequence in sequences], sequences)):
-                    return
+        with Caught():  # something else than a handle may raise anything; the loop below refuses it
+            if all(map(operator.is_, [current[sequence.row] for sequence in sequences], sequences)):
+                return
         for sequence in sequences:
             self.require_current(sequence)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagedkv.devices.protocol import Array, Stream
+from pagedkv.devices.protocol import Array, Kernel, Stream
 from pagedkv.errors import MisuseError, shown
 from pagedkv.ops.checks import check_array, check_memory, check_planes, is_array
 from pagedkv.ops.modules import HasKernels
@@ -114,16 +114,16 @@ def copy_columns(
         kernel.launch((geometry.kv_heads, 1, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
 
 
-def set_entries(ops: HasKernels, table: Array, entries: Array, count: int, *, stream: Stream) -> None:
+def set_entries(kernel: Kernel, table: Array, entries: Array, count: int, blocks: np.int32, *, stream: Stream) -> None:
     """Set single entries of a block table, in one launch; the store's own call, without checks.  (C11.2)
 
     Args:
-        table: (C, L) int32.
+        kernel: `set_entries` of the module of page moves.
+        table: (C, L) int32; blocks: L.
         entries: int32: `count` rows, then as many blocks, then as many page ids; no entry stands twice.
     """
-    grid = (ceil_div(count, SET_THREADS), 1, 1)
-    arguments = (table, entries, np.int32(count), np.int32(table.shape[1]))
-    ops.kernels.page_moves()["set_entries"].launch(grid, (SET_THREADS, 1, 1), arguments, stream)
+    grid = ((count + SET_THREADS - 1) // SET_THREADS, 1, 1)
+    kernel.launch(grid, (SET_THREADS, 1, 1), (table, entries, np.int32(count), blocks), stream)
 
 
 def bf16_from_f32(ops: HasKernels, destination: Array, source: Array, *, stream: Stream) -> None:

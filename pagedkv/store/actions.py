@@ -49,6 +49,7 @@ class Actions:
         self._planes = planes
         self._tables = tables
         self._entries = entries
+        self._set_entries_kernel = ops.kernels.page_moves()["set_entries"]
         self._active = active
         self._sanitizer = sanitizer
 
@@ -77,16 +78,14 @@ class Actions:
 
     def _set_entries(self, table: Array, spaces: ActiveSpaces, new_slices: TableSlices) -> None:
         """Send a list of entries to the device and set them there, as many at once as its buffer holds."""
-        flat = new_slices.flat()
-        entries = np.empty((3, new_slices.pages), np.int32)
-        entries[0], entries[1] = flat
-        entries[2] = spaces.table[flat]
-        most = self._entries.size // 3
+        rows, blocks, page_ids = spaces.entries(new_slices)
+        width, most = np.int32(spaces.blocks), self._entries.size // 3
         for first in range(0, new_slices.pages, most):
-            part = np.ascontiguousarray(entries[:, first : first + most]).reshape(-1)
-            on_device = self._entries[: part.size]
-            self._device.copy(on_device, part, self._stream)
-            set_entries(self._ops, table, on_device, part.size // 3, stream=self._stream)
+            part = slice(first, first + most)
+            entries = np.concatenate((rows[part], blocks[part], page_ids[part]), dtype=np.int32)
+            on_device = self._entries[: entries.size]
+            self._device.copy(on_device, entries, self._stream)
+            set_entries(self._set_entries_kernel, table, on_device, entries.size // 3, width, stream=self._stream)
 
     def publish_memberships(self, row: int, tables: Mapping[str, Ids]) -> None:
         """Copy the whole membership of an activated row to the device table of each pool.  (C11.2)"""

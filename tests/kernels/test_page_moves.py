@@ -120,6 +120,7 @@ def test_listed_entries_are_set_and_no_others(device: Device) -> None:
     entries = np.stack([at // 30, at % 30, 5000 + np.arange(700)]).astype(np.int32)
     expected[entries[0], entries[1]] = entries[2]
 
-    set_entries(ops, table, to_device(device, stream, entries), 700, stream=stream)
+    set_entries(ops.kernels.page_moves()["set_entries"], table, to_device(device, stream, entries), 700, np.int32(30),
+                stream=stream)
 
     assert np.array_equal(to_host(device, stream, table), expected)

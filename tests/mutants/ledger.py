@@ -584,10 +584,6 @@ MUTANTS: tuple[Mutant, ...] = (
             ("truncate_continuation", "kept.truncate(", "truncate a continuation"),
         )
     ),
-    Mutant("C12.4", "a recorder does not hear of refusals", "ledger/ledger.py",
-           "recorder.refuse(error)", GONE, "host/test_journal.py"),
-    Mutant("C12.4", "a recorder does not hear of what breaks off", "ledger/ledger.py",
-           "recorder.break_off(error)", GONE, "host/test_journal.py"),
     # ---- units.py
     Mutant("C12.1", "a unit freezes nothing", "ledger/units.py",
            "self.rows_in_flight |= batch.rows_mask", GONE, ("host/test_units.py", FUZZ)),

@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 import pagedkv as pk
 from pagedkv.ledger.check import check_ledger
 from pagedkv.tools import bench_step, command
-from pagedkv.tools.counting_device import CountingDevice
 
 
 def invoke(*arguments: str) -> Result:
@@ -19,15 +18,18 @@ def invoke(*arguments: str) -> Result:
 
 
 def test_every_subject_stands_beside_the_floor() -> None:
-    """Ledger and store with one pool and two, the loop with W = 1; the ratio is the quotient of two medians."""
+    """Ledger and store with one pool and two, the loop with W = 1, a journaled store with one pool and a fixed batch.
+
+    The ratio is the quotient of two medians.
+    """
     result = invoke("--json", "--rows", "1,3", "--width", "1,2", "--chunks", "1")
     figures = json.loads(result.stdout)
     shapes = [(f["subject"], f["rows"], f["width"], f["pools"], f["composition"]) for f in figures["steps"]]
 
     assert (0, 1, 32) == (result.exit_code, figures["schema"], figures["chunk_steps"])
-    assert len(set(shapes)) == len(shapes) == 2 * (2 * 2 * 2 * 2) + 2 * 2
+    assert len(set(shapes)) == len(shapes) == 2 * (2 * 2 * 2 * 2) + 2 * 2 + 2 * 2
     assert {(name, width) for name, _, width, _, _ in shapes} == {
-        ("ledger", 1), ("store", 1), ("loop", 1), ("ledger", 2), ("store", 2),
+        ("ledger", 1), ("store", 1), ("journaled", 1), ("loop", 1), ("ledger", 2), ("store", 2), ("journaled", 2),
     }
     assert all(abs(f["ratio"] - f["us"] / f["floor_us"]) < 0.01 * f["ratio"] + 0.01 for f in figures["steps"])
     assert "32 steps" in result.stderr
@@ -42,7 +44,9 @@ def test_rows_that_are_no_numbers_are_usage(rows: str) -> None:
 
 
 @pytest.mark.parametrize("is_changing", [False, True])
-@pytest.mark.parametrize(("name", "width"), [("ledger", 1), ("ledger", 4), ("store", 1), ("store", 4), ("loop", 1)])
+@pytest.mark.parametrize(("name", "width"), [
+    ("ledger", 1), ("ledger", 4), ("store", 1), ("store", 4), ("journaled", 1), ("journaled", 4), ("loop", 1),
+])
 def test_a_chunk_of_a_subject_takes_as_many_steps_as_it_says(name: str, width: int, is_changing: bool) -> None:
     """Each step commits in every row of its batch, and the ledger is in order behind it; rows start over when full."""
     subject = bench_step.SUBJECTS[name](3, width, pools=1, is_changing=is_changing)
@@ -74,7 +78,7 @@ def test_both_forms_of_the_floor_do_the_same_work(rows: int) -> None:
 
 def test_a_counting_device_counts_what_a_device_would_do() -> None:
     """A store runs on it, and every word that is read back is 0."""
-    device = CountingDevice()
+    device = pk.CountingDevice()
     config = bench_step.LedgerSubject(2, 1, pools=1, is_changing=False).config
     with pk.open_store(config, device) as store:
         sequence = store.activate(prompt_tokens=5, output_tokens=5)

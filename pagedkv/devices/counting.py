@@ -1,7 +1,7 @@
 """CountingDevice: a device whose copies, launches and waits do nothing but count.
 
-`pagedkv bench step` runs a store and a decode loop on it, so that what is timed is the host's own work.  Arrays are
-NumPy arrays that nobody fills: every word that a loop reads is 0.
+A store and a decode loop run on it, so that what is timed is the host's own work (`pagedkv bench step`).  Arrays are
+NumPy arrays that nobody fills: every word that a loop reads is 0.  Nothing is checked.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import Event, ModuleSpec, Stream
+from pagedkv.devices.protocol import Event, Extent, ModuleSpec, NodeRecord, Shape, Stream
 from pagedkv.devices.users import Users
-
-Extent = tuple[int, int, int]
-Shape = int | tuple[int, ...]
 
 
 class CountingDevice:
@@ -160,7 +157,7 @@ class CountingEvent:
 class CountingGraph:
     """A graph without nodes."""
 
-    nodes = ()
+    nodes: tuple[NodeRecord, ...] = ()
 
     def __init__(self, device: CountingDevice) -> None:
         self._device = device
