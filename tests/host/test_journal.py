@@ -14,7 +14,6 @@ import random
 import resource
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -572,16 +571,21 @@ def test_the_next_call_writes_the_line_that_waits(call: Callable[[Stage], object
 
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path, seed: int) -> None:
     """C12.4: killed at any moment, the file ends with a line, and all of it repeats."""
-    path, delays = tmp_path / "run.jsonl", random.Random(seed)
+    path, steps = tmp_path / "run.jsonl", random.Random(seed)
     for _ in range(8):
+        from_child, to_parent = os.pipe()
         child = os.fork()
         if child == 0:
             on = Stage(path)
             while True:
                 on.step()
-        time.sleep(delays.uniform(0.005, 0.02))
+                os.write(to_parent, b".")
+        for _ in range(steps.randrange(40)):
+            os.read(from_child, 1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(from_child)
+        os.close(to_parent)
         content = path.read_bytes()
         if content:
             assert content.endswith(b"}\n")
