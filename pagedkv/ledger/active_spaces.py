@@ -361,7 +361,7 @@ class ActiveSpaces:
 
     def by_row(self, index: RowIndex, values: Tokens) -> Tokens:
         """Return (C,) int32 with values at some rows, and 0, the neutral value, elsewhere."""
-        spread = np.zeros_like(self.committed_end)
+        spread = np.zeros(self.committed_end.size, np.int32)
         spread[index] = values
         return spread
 

@@ -523,7 +523,7 @@ class Ledger:
                 counts = np.full(count, columns, np.int32)
                 counts.flags.writeable = False
                 uniform = self._uniform[count, columns] = counts, counts.view(_UINT32), np.zeros(count, np.bool_)
-            by_row = np.zeros_like(spaces.committed_end)
+            by_row = np.zeros(spaces.committed_end.size, np.int32)  # `zeros_like` takes 0.7 us
             by_row[batch.index] = columns
             by_row.flags.writeable = False
             counts, limits, is_beyond = uniform

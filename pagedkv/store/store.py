@@ -504,8 +504,10 @@ class Store:
             MisuseError: no sequence, or one twice.
         """
         self._access.enter("batch")
-        return self._ledger.batch(checked_items("a batch", sequences, expected="sequences in batch order",
-                                                remedy="pass a list, of one sequence too", clause="C11.3"))
+        if type(sequences) is not tuple:
+            sequences = checked_items("a batch", sequences, expected="sequences in batch order",
+                                      remedy="pass a list, of one sequence too", clause="C11.3")
+        return self._ledger.batch(sequences)
 
     def layer_view(self, sequence: Sequence, pool: str = "main", layer: int = 0) -> PagedKVLayerView:
         """Return the view of one layer for one sequence: every op takes it without `table_rows`, for B = 1.  (C14.1)
