@@ -132,15 +132,15 @@ class PagePool:
         bound = ids.size - leased
         assert 0 <= leased <= self.allocated, f"pool {self.name}: {leased} released of {self.allocated} leases"
         assert 0 <= bound <= self.bound, f"pool {self.name}: {bound} released of {self.bound} bound pages"
-        at = self.free_runs.index_of(ids)
-        assert self._holds(at), f"pool {self.name}: {ids.tolist()} released, which are not all held"
+        at, serials = self.free_runs.index_of(ids), self.serials
+        assert self._holds(at, serials), f"pool {self.name}: {ids.tolist()} released, which are not all held"
         if not isinstance(at, slice):
             at = np.sort(at)
             assert lowest(at[1:] - at[:-1]) > 0, f"pool {self.name}: {ids.tolist()} released, not distinct"
         self.allocated -= leased
         self.bound -= bound
         self.reserved -= bound
-        self.serials[at] = 0
+        serials[at] = 0
         self.free_runs.give(at)
 
     def renew(self, ids: Ids) -> None:
@@ -148,11 +148,11 @@ class PagePool:
         self._serials[self.free_runs.index_of(ids)] = np.arange(self._serial_next, self._serial_next + ids.size)
         self._serial_next += ids.size
 
-    def _holds(self, at: Index) -> bool:
+    def _holds(self, at: Index, serials: npt.NDArray[np.int64]) -> bool:
         """Say whether every id is one of this pool, bound or leased; a slice lies within the pool."""
         if isinstance(at, slice):
-            return at.start == at.stop or lowest(self.serials[at]) > 0
-        return 0 <= lowest(at) and highest(at) < self.capacity and lowest(self.serials[at]) > 0
+            return at.start == at.stop or lowest(serials[at]) > 0
+        return 0 <= lowest(at) and highest(at) < self.capacity and lowest(serials[at]) > 0
 
 
 def try_reserve_bundle(requests: SequenceOf[tuple[PagePool, int]]) -> PagePool | None:

@@ -387,7 +387,7 @@ MUTANTS: tuple[Mutant, ...] = (
            BODY, "return None", "host/test_claims.py::test_a_tail_that_a_snapshot_copies_is_neither_cut_nor_let_go"),
     # ---- pool.py
     Mutant("C6.1", "a released page keeps its serial", "ledger/pool.py",
-           "self.serials[at] = 0", GONE, "host/test_pool.py"),
+           "serials[at] = 0", GONE, "host/test_pool.py"),
     Mutant("C6.2", "dematerialize gives to available", "ledger/pool.py:dematerialize",
            "self.reserved += ids.size", GONE, "host/test_pool.py"),
     Mutant("C6.3", "a bundle takes before it has looked everywhere", "ledger/pool.py",
