@@ -17,9 +17,11 @@ The loop remembers a sequence until `forget`, or until it prefills or resumes an
 
 from __future__ import annotations
 
+import enum
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +31,26 @@ import pagedkv as pk
 from pagedkv.graphs.cache import GraphCache
 from pagedkv.graphs.capture import UnitGraph
 from pagedkv.graphs.key import GraphKey, key_for
+from pagedkv.graphs.outputs import LENGTH, REASONS, RUNNING, FinishReason, Int32, Outputs, StepTokens, no_outputs
 from pagedkv.graphs.shapes import PREFILL_WIDTH_MIN, batch_shape, prefill_width
 from pagedkv.graphs.unit import Model
 
-FinishReason = Literal["stop", "length"]
-Int32 = npt.NDArray[np.int32]
-
 PREFILL_CHUNK = 128
+
+_NO_STOPS: frozenset[int] = frozenset()
+_DOMAIN = nvtx.get_domain("pagedkv")
+_DECODE = _DOMAIN.get_event_attributes(message="pagedkv.decode")
+_PREFILL = _DOMAIN.get_event_attributes(message="pagedkv.prefill")
+
+
+class Unsaid(enum.Enum):
+    """The type of `UNSAID`."""
+
+    UNSAID = enum.auto()
+
+
+UNSAID: Final = Unsaid.UNSAID
+"""Nothing was said about the token that was sampled last."""
 
 
 @dataclass
@@ -57,37 +72,35 @@ class LoopStatistics:
         return self.decode_driver_calls / self.decode_steps if self.decode_steps else 0.0
 
 
-class _Output(NamedTuple):
-    """The output of one sequence; a value, so that a step replaces the outputs of all its rows at once.
-
-    `last_token` is sampled and not yet in the cache; the next step delivers the tokens of `undelivered`.
-    """
-
-    tokens_left: int
-    last_token: int
-    undelivered: tuple[int, ...] = ()
-    reason: FinishReason | None = None
-
-    def with_token(self, token: int, stops: frozenset[int]) -> _Output:
-        """Return the output with one more sampled token; a stop token or the end of the budget ends it."""
-        left = self.tokens_left - 1
-        reason: FinishReason | None = "stop" if token in stops else "length" if not left else None
-        return _Output(left, token, (*self.undelivered, token), reason)
-
-
-@dataclass(eq=False)
-class _Pending:
-    """A step or a prefill that has begun: if it is interrupted, it is taken back, at the latest by the next call.
+class _Pending(NamedTuple):
+    """A step or a piece of a prompt that has begun: after an interrupt, at the latest the next call takes it back.
 
     Attributes:
         batch: its rows.
         name: of its units.
-        frontiers: committed tokens of each row before it; none until its first unit has begun.
+        frontiers: committed tokens of each entry before it.
     """
 
     batch: pk.Batch
     name: str
-    frontiers: tuple[int, ...] = ()
+    frontiers: Int32
+
+
+class _Chosen(NamedTuple):
+    """The sequences of a step, kept until they, or what has ended, change.
+
+    Attributes:
+        named: as the caller named them.
+        handles, reasons: columns of the outputs for which this holds.
+        batch: those that have not ended, or None if all have.
+        graph: of their shape.
+    """
+
+    named: tuple[pk.Sequence, ...]
+    handles: tuple[pk.Sequence | None, ...]
+    reasons: npt.NDArray[np.int8]
+    batch: pk.Batch | None
+    graph: UnitGraph | None
 
 
 class DecodeLoop:
@@ -131,27 +144,56 @@ class DecodeLoop:
         self.prefill_chunk = prefill_chunk
         self.graphs = GraphCache(store, model, use_graphs=use_graphs)
         self.statistics = LoopStatistics()
-        self._outputs: dict[pk.Sequence, _Output] = {}
-        self._selection: tuple[pk.Batch, GraphKey] | None = None
+        self._outputs = no_outputs(store.config.max_concurrency)
+        self._keys: dict[tuple[pk.Route, int, int], GraphKey] = {}
+        self._chosen: _Chosen | None = None
         self._pending: _Pending | None = None
 
-    def prefill(self, sequence: pk.Sequence, prompt_ids: Iterable[int]) -> None:
+    def prefill(
+        self, sequence: pk.Sequence, prompt_ids: Iterable[int], *, last_token: int | Unsaid | None = UNSAID
+    ) -> None:
         """Write a prompt into the cache and sample the first token; the first step delivers it.
 
         An error, also one that the model raises, leaves the committed frontier where it was.
 
         Args:
             sequence: active; the prompt begins at its committed frontier.
-            prompt_ids: token ids, at least one, within the activated budget.  Output may use the rest of the budget,
-                also where that is more than `output_tokens` of the activation.  With lease growth the prompt must lie
-                within the reserved pages without the room for a forced span, as the activated prompt does.
+            prompt_ids: token ids, at least one, within the activated budget; an array of integers is not walked in
+                Python.  Output may use the rest of the budget, also where that is more than `output_tokens` of the
+                activation.  With lease growth the prompt must lie within the reserved pages without the room for a
+                forced span, as the activated prompt does.
+            last_token: must be said if the sequence has something committed, because the token that was sampled last
+                is not in the cache.  That token is written ahead of the prompt.  None: the prompt takes its place.
 
         Raises:
-            MisuseError: no token, more than the budget or the lease holds, or ids that are no int32 of 0 or more.
+            MisuseError: no token, more than the budget or the lease holds, ids that are no int32 of 0 or more, or
+                committed tokens and nothing said about the last one.
+        """
+        prompt = self.begin_prefill(sequence, prompt_ids, last_token=last_token)
+        self._write(prompt, prompt.ids.size)
+
+    def begin_prefill(
+        self, sequence: pk.Sequence, prompt_ids: Iterable[int], *, last_token: int | Unsaid | None = UNSAID
+    ) -> Prefill:
+        """Check a prompt that is to be written piece by piece, between steps of other sequences.
+
+        Arguments and errors are those of `prefill`.  `Prefill.advance` writes a piece; before the last one the loop
+        does not know the sequence.
         """
         self._recover()
         ids = _token_ids("a prompt", prompt_ids)
         start = self.store.committed_tokens(sequence)
+        if start and last_token is UNSAID:
+            raise pk.MisuseError(
+                f"a prompt for {sequence}, which has {start} committed tokens",
+                expected="last_token, because the token that was sampled last is not among them", got="none",
+                remedy="pass last_token=loop.last_token(...), or last_token=None if the prompt takes its place",
+                clause="C2.2",
+            )
+        if isinstance(last_token, int | np.integer):
+            ids = np.concatenate((_token_ids("last_token", [last_token]), ids))
+        elif last_token is not None and last_token is not UNSAID:
+            _token_ids("last_token", [last_token])
         budget = self.store.budget_tokens(sequence)
         if not 1 <= ids.size <= budget - start:
             raise pk.MisuseError(
@@ -169,18 +211,7 @@ class DecodeLoop:
                 expected=f"at most {covered} tokens, which are reserved", got=f"{ids.size}",
                 remedy="activate with the prompt's length: leases grow with decoding only", clause="C9.2",
             )
-        self._pending = _Pending(batch, "prefill", (start,))
-        try:
-            first_token = self._prefill_chunks(batch, ids)
-            left = budget - start - ids.size
-            output = _Output(left, first_token, reason="length")
-            if left:
-                output = _Output(left, first_token).with_token(first_token, frozenset())
-            self.statistics.prefilled_tokens += ids.size
-            self._outputs, self._pending = self._outputs_with(sequence, output), None
-        except BaseException as error:
-            self._recover_after(error)
-            raise
+        return Prefill(self, batch, ids, start, budget - start - ids.size)
 
     def last_token(self, sequence: pk.Sequence) -> int:
         """Return the token that was sampled last and is not in the cache: `resume` continues from it.
@@ -191,7 +222,7 @@ class DecodeLoop:
         Raises:
             MisuseError: a sequence that this loop does not know.
         """
-        return self._output_of(sequence).last_token
+        return self._require_known(sequence).last_tokens.item(sequence.row)
 
     def resume(self, sequence: pk.Sequence, last_token: int) -> None:
         """Continue to decode a sequence that was activated from a continuation, as if it had never stopped.  (C10.4)
@@ -213,32 +244,29 @@ class DecodeLoop:
             raise pk.MisuseError(f"going on with {sequence}", expected=f"1 to {budget - 1} committed tokens",
                                  got=f"{committed} of a budget of {budget}",
                                  remedy="activate from a continuation, with room for the token", clause="C9.2")
-        left = budget - committed - 1
-        self._outputs = self._outputs_with(sequence, _Output(left, token, reason=None if left else "length"))
+        self._outputs = self._outputs.with_sequence(sequence, token, budget - committed - 1, is_new=False)
 
-    def step(
-        self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
-    ) -> dict[pk.Sequence, list[int]]:
+    def step(self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()) -> StepTokens:
         """Advance every unfinished sequence by one token, in one replay.
 
         A stop token is delivered and ends its sequence.  The end of the activated budget also ends it, and with lease
         growth the end of what the pool could reserve, where a forced span still fits.  A sequence that has ended may be
-        named, finished in the store or not: it gets its undelivered tokens, then nothing.
+        named, finished in the store or not: it gets its undelivered tokens, then nothing.  A step with the sequences of
+        the last one is the cheapest.
 
         Returns:
-            The new tokens of each sequence that got any, the first one of its prefill included.
+            A mapping with the new tokens of each sequence that got any, the first one of its prefill included.
 
         Raises:
             MisuseError: a sequence that this loop does not know, one named twice, stop tokens that are no ids, or
                 a model that sampled a negative id; nothing was delivered, and no frontier moved.
             StaleHandle: a sequence that has not ended was finished in the store; nothing was delivered.
         """
-        outputs = self._outputs_of(sequences)
-        return self._hand_over(self._advance(outputs, frozenset(_token_ids("stop_tokens", stop_tokens).tolist())))
+        return self._hand_over(self._advance(sequences, _stops(stop_tokens)))
 
     def decode(
         self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()
-    ) -> Iterator[dict[pk.Sequence, list[int]]]:
+    ) -> Iterator[StepTokens]:
         """Step until every sequence has ended; yield {sequence: new tokens} after each step.
 
         Between two steps the caller may finish and forget sequences that have ended, and prefill others in their rows.
@@ -246,8 +274,7 @@ class DecodeLoop:
         Raises:
             MisuseError, StaleHandle: as `step`; wrong arguments are refused at once.
         """
-        outputs = self._outputs_of(sequences)
-        return self._steps(outputs, frozenset(_token_ids("stop_tokens", stop_tokens).tolist()))
+        return self._steps(self._named(sequences), _stops(stop_tokens))
 
     def finish_reason(self, sequence: pk.Sequence) -> FinishReason | None:
         """Return why the sequence ended: "stop", "length", or None while it runs.
@@ -255,7 +282,7 @@ class DecodeLoop:
         Raises:
             MisuseError: a sequence that this loop does not know.
         """
-        return self._output_of(sequence).reason
+        return REASONS[self._require_known(sequence).reasons.item(sequence.row)]
 
     def forget(self, sequence: pk.Sequence) -> None:
         """Forget a sequence, before or after the store finishes it.
@@ -263,33 +290,31 @@ class DecodeLoop:
         The call is optional: the loop also forgets a sequence when another one takes its row.
         """
         self._recover()
-        if type(sequence) is pk.Sequence:
-            self._outputs.pop(sequence, None)
+        if self._outputs.knows(sequence):
+            self._outputs = self._outputs.without(sequence)
 
-    def _advance(self, outputs: dict[pk.Sequence, _Output], stops: frozenset[int]) -> dict[pk.Sequence, list[int]]:
-        """Run one step and return the tokens to deliver, which stay undelivered in the outputs."""
-        running = []
-        for sequence, output in outputs.items():
-            if output.reason is None and output.undelivered and output.last_token in stops:
-                self._outputs[sequence] = output._replace(reason="stop")  # prefill sampled a stop token
-            elif output.reason is None:
-                running.append(sequence)
-        if running and self.store.config.kv_lease_growth:
-            running = self._extend_leases(running)
-        if running:
-            self._decode(running, stops)
-        delivered = {sequence: list(self._outputs[sequence].undelivered) for sequence in outputs
-                     if self._outputs[sequence].undelivered}  # fmt: skip
-        self.statistics.decoded_tokens += sum(map(len, delivered.values()))
-        return delivered
+    def _advance(self, sequences: Iterable[pk.Sequence], stops: frozenset[int]) -> _Chosen:
+        """Run one step; its tokens stay undelivered in the outputs."""
+        if self._pending is not None:
+            self._recover()
+        if stops and self._outputs.undelivered:  # prefill may have sampled a stop token
+            sequences = self._named(sequences)
+            self._outputs = self._with_stops(sequences, stops)
+        chosen = self._choose(sequences)
+        if chosen.batch is not None and self.store.config.kv_lease_growth:
+            chosen = self._extend_leases(chosen)
+        if chosen.batch is not None:
+            self._decode(chosen, stops)
+        return chosen
 
-    def _hand_over(self, delivered: dict[pk.Sequence, list[int]]) -> dict[pk.Sequence, list[int]]:
+    def _hand_over(self, chosen: _Chosen) -> StepTokens:
         """Return tokens, which then count as delivered; after an interrupt they do not.
 
         A caller passes the answer on in the same statement, so that no interrupt comes in between.
         """
         before = self._outputs
-        after = before | {sequence: before[sequence]._replace(undelivered=()) for sequence in delivered}
+        delivered, after = before.delivered_to(chosen.named, chosen.batch)
+        self.statistics.decoded_tokens += delivered.token_count
         try:
             self._outputs = after
             return delivered  # noqa: TRY300 - an interrupt before the caller has the tokens is an error too
@@ -297,80 +322,136 @@ class DecodeLoop:
             self._outputs = before
             raise
 
-    def _steps(
-        self, outputs: dict[pk.Sequence, _Output], stops: frozenset[int]
-    ) -> Iterator[dict[pk.Sequence, list[int]]]:
-        while delivered := self._advance(outputs, stops):
-            running = [sequence for sequence in outputs if self._outputs[sequence].reason is None]
-            yield self._hand_over(delivered)
-            outputs = self._outputs_of(running)  # the caller may have forgotten one
+    def _steps(self, sequences: tuple[pk.Sequence, ...], stops: frozenset[int]) -> Iterator[StepTokens]:
+        while True:
+            chosen = self._advance(sequences, stops)
+            outputs, batch = self._outputs, chosen.batch
+            if not outputs.has_undelivered(chosen.named):
+                return
+            if outputs.reasons is not chosen.reasons or batch is None or len(batch.sequences) < len(chosen.named):
+                reasons = outputs.reasons  # another sequence may take the row of one that has ended
+                sequences = tuple(sequence for sequence in sequences if reasons.item(sequence.row) == RUNNING)
+            yield self._hand_over(chosen)
 
-    def _decode(self, running: list[pk.Sequence], stops: frozenset[int]) -> None:
-        """Run one decode unit of the running sequences and add a token to the output of each."""
-        batch, key = self._select(running)
-        graph = self.graphs.unit(key)
-        calls_before = self.store.device.driver_calls
-        tokens = np.array([[self._outputs[sequence].last_token] for sequence in running], np.int32)
-        self._pending = _Pending(batch, key.unit)
+    def _choose(self, sequences: Iterable[pk.Sequence]) -> _Chosen:
+        """Return the sequences of a step with their batch and graph: those of the last step if nothing changed."""
+        chosen, outputs = self._chosen, self._outputs
+        if (
+            chosen is not None and chosen.handles is outputs.handles and chosen.reasons is outputs.reasons
+            and type(sequences) in _LISTS and len(sequences) == len(chosen.named)  # type: ignore[arg-type]
+            and all(map(operator.is_, sequences, chosen.named))
+        ):
+            return chosen
+        named = tuple(sequences) if type(sequences) in _LISTS else self._named(sequences)
+        codes, batch, graph = outputs.reasons.tobytes(), None, None
+        if codes.count(RUNNING) != len(codes):  # somebody has ended, and may be named
+            named = self._named(named)
+            running = tuple([sequence for sequence in named if codes[sequence.row] == RUNNING])
+            batch = self.store.batch(running) if running else None
+        elif named:
+            batch = self._known_batch(named)
+        if batch is not None:
+            graph = self._graph("decode", batch_shape(len(batch), concurrency=len(codes)), 1)
+        self._chosen = chosen = _Chosen(named, outputs.handles, outputs.reasons, batch, graph)
+        return chosen
+
+    def _known_batch(self, named: tuple[pk.Sequence, ...]) -> pk.Batch:
+        """Return the batch of sequences, each known here; a loop over handles runs only to refuse one."""
         try:
-            with nvtx.annotate("pagedkv.decode", domain="pagedkv"):
-                sampled = self._run(graph, batch, 1, tokens)
-            new = zip(running, sampled.tolist(), strict=True)
-            outputs = {sequence: self._outputs[sequence].with_token(token, stops) for sequence, token in new}
-            self._outputs, self._pending = self._outputs | outputs, None
+            batch = self.store.batch(named)
+        except pk.PagedKVError:
+            self._named(named)  # the loop's own refusal is the better one
+            raise
+        if self._outputs.serials[batch.rows].tobytes() != batch.serials.tobytes():
+            self._named(named)
+        return batch
+
+    def _graph(self, route: pk.Route, batch: int, width: int) -> UnitGraph:
+        """Return the graph of a shape; its unit has the name of the route."""
+        key = self._keys.get((route, batch, width))
+        if key is None:
+            key = key_for(self.store.config, unit=route, route=route, batch=batch, width=width)
+            self._keys[route, batch, width] = key
+        return self.graphs.unit(key)
+
+    def _decode(self, chosen: _Chosen, stops: frozenset[int]) -> None:
+        """Run one decode unit of the running sequences and add a token to the output of each."""
+        batch, graph, outputs = chosen.batch, chosen.graph, self._outputs
+        assert batch is not None, "somebody is running"
+        assert graph is not None, "somebody is running"
+        if not graph.replays:
+            graph.unit.control.blank()
+        calls_before = self.store.device.driver_calls
+        self._pending = _Pending(batch, "decode", _NO_FRONTIERS)
+        _DOMAIN.push_range(_DECODE)
+        try:
+            sampled = self._run(graph, batch, 1, outputs.last_tokens[batch.index].reshape(-1, 1))
+            self._outputs, self._pending = outputs.with_tokens(batch, sampled, stops), None
         except BaseException as error:
             self._recover_after(error)
             raise
+        finally:
+            _DOMAIN.pop_range()
         self.statistics.decode_steps += 1
         self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
 
-    def _select(self, running: list[pk.Sequence]) -> tuple[pk.Batch, GraphKey]:
-        """Return the batch of the running sequences and the key of its graph, those of the last step if they fit."""
-        if self._selection is None or self._selection[0].sequences != tuple(running):
-            shape = batch_shape(len(running), concurrency=self.store.config.max_concurrency)
-            key = key_for(self.store.config, unit="decode", route="decode", batch=shape, width=1)
-            self._selection = self.store.batch(running), key
-        return self._selection
-
-    def _extend_leases(self, running: list[pk.Sequence]) -> list[pk.Sequence]:
+    def _extend_leases(self, chosen: _Chosen) -> _Chosen:
         """Extend leases; end rows without one for their next column and a forced span; return the others.  (C9.2)"""
-        unextended = self.store.begin_round(self._select(running)[0])
+        assert chosen.batch is not None, "somebody is running"
+        unextended = self.store.begin_round(chosen.batch)
         if not unextended:
-            return running
-        columns = self.store.covered_columns(self.store.batch(unextended)).tolist()
-        ended = {sequence for sequence, covered in zip(unextended, columns, strict=True) if not covered}
-        for sequence in ended:
-            self._outputs[sequence] = self._outputs[sequence]._replace(reason="length")
-        return [sequence for sequence in running if sequence not in ended]
+            return chosen
+        batch = self.store.batch(unextended)
+        ended = batch.rows[self.store.covered_columns(batch) == 0]
+        if not ended.size:
+            return chosen
+        self._outputs = self._outputs.with_reason(ended, LENGTH)
+        return self._choose(chosen.named)
 
     def _run(self, graph: UnitGraph, batch: pk.Batch, columns: int, tokens: Int32) -> Int32:
         """Run one unit and commit it; return the token sampled after the last column of each entry, (b,)."""
-        control = graph.unit.control
-        unit = self.store.begin_unit(batch, columns, name=graph.unit.key.unit)
+        control, pending = graph.unit.control, self._pending
+        assert pending is not None, "what runs can be taken back"
+        unit = self.store.begin_unit(batch, columns, name=pending.name)
         first_positions = unit.first_positions["main"]
-        if self._pending is not None and not self._pending.frontiers:
-            self._pending.frontiers = tuple(first_positions.tolist())
+        if pending.frontiers is _NO_FRONTIERS:
+            self._pending = _Pending(batch, pending.name, first_positions)
         control.write(batch.rows, first_positions, columns, tokens)
         graph.run()
         self.store.wait(unit)
-        sampled = control.read_next_tokens(len(batch.rows))[:, columns - 1]
-        if sampled.min() < 0:
+        sampled = control.read_next_tokens(batch.rows.size)[:, columns - 1]
+        if sampled.item(sampled.argmin()) < 0:
             _refuse_samples(graph.unit.key, sampled)
         self.store.commit(unit)
         return sampled
 
-    def _prefill_chunks(self, batch: pk.Batch, ids: Int32) -> int:
-        """Write a prompt chunk by chunk; return the token sampled after its last one."""
-        sampled = 0
-        for first in range(0, ids.size, self.prefill_chunk):
-            chunk = ids[first : first + self.prefill_chunk]
-            width = prefill_width(chunk.size, chunk=self.prefill_chunk)
-            key = key_for(self.store.config, unit="prefill", route="prefill", batch=1, width=width)
-            tokens = np.zeros((1, width), np.int32)
-            tokens[0, : chunk.size] = chunk
-            with nvtx.annotate("pagedkv.prefill", domain="pagedkv"):
-                sampled = int(self._run(self.graphs.unit(key), batch, chunk.size, tokens)[0])
-        return sampled
+    def _write(self, prompt: Prefill, count: int) -> None:
+        """Write the next `count` tokens of a prompt, chunk by chunk; an error takes all of them back."""
+        batch, left = prompt.batch, prompt.tokens_left
+        (sequence,), done = batch.sequences, prompt.ids.size - left
+        self._pending = _Pending(batch, "prefill", np.array([prompt.start + done], np.int32))
+        _DOMAIN.push_range(_PREFILL)
+        try:
+            token = 0
+            for first in range(done, done + count, self.prefill_chunk):
+                chunk = prompt.ids[first : min(first + self.prefill_chunk, done + count)]
+                width = prefill_width(chunk.size, chunk=self.prefill_chunk)
+                graph = self._graph("prefill", 1, width)
+                tokens = np.zeros((1, width), np.int32)
+                tokens[0, : chunk.size] = chunk
+                token = self._run(graph, batch, chunk.size, tokens).item(0)
+            if count < left:
+                outputs = self._outputs.without(sequence)
+            else:
+                outputs = self._outputs.with_sequence(sequence, token, max(prompt.output_tokens - 1, 0),
+                                                      is_new=prompt.output_tokens > 0)
+            self.statistics.prefilled_tokens += count
+            self._outputs, self._pending, prompt.written = outputs, None, done + count
+        except BaseException as error:
+            self._recover_after(error)
+            raise
+        finally:
+            _DOMAIN.pop_range()
 
     def _recover_after(self, error: BaseException) -> None:
         """Recover from an error; what goes wrong meanwhile becomes a note of it, and the next call tries again."""
@@ -380,7 +461,7 @@ class DecodeLoop:
             error.add_note(f"and the loop could not take its step back: {second}")
 
     def _recover(self) -> None:
-        """Take back a step or a prefill that was interrupted, so that the caller can repeat it.  (C9.10)
+        """Take back a step or a piece of a prompt that was interrupted, so that the caller can repeat it.  (C9.10)
 
         A latched store is left alone: only closing remains.
         """
@@ -391,52 +472,120 @@ class DecodeLoop:
             if unit.name == pending.name and unit.rows_mask & pending.batch.rows_mask:
                 self.store.fail(unit)
         current = set(self.store.sequences())
-        for sequence, frontier in zip(pending.batch.sequences, pending.frontiers, strict=False):
+        for sequence, frontier in zip(pending.batch.sequences, pending.frontiers.tolist(), strict=False):
             if sequence in current and self.store.committed_tokens(sequence) > frontier:
                 self.store.truncate(sequence, frontier)
         self._pending = None
 
-    def _outputs_with(self, sequence: pk.Sequence, output: _Output) -> dict[pk.Sequence, _Output]:
-        """Return the outputs with another one, without earlier sequences of its row, which the store has ended."""
-        others = {known: kept for known, kept in self._outputs.items() if known.row != sequence.row}
-        return others | {sequence: output}
+    def _with_stops(self, sequences: tuple[pk.Sequence, ...], stops: frozenset[int]) -> Outputs:
+        """Return the outputs in which running sequences whose undelivered last token is a stop token have ended."""
+        outputs = self._outputs
+        waiting = {sequence for named, _ in outputs.undelivered for sequence in named}
+        rows = np.array([s.row for s in sequences if s in waiting and not outputs.reasons.item(s.row)], np.int64)
+        return outputs.with_stops(rows, outputs.last_tokens[rows], stops)
 
-    def _outputs_of(self, sequences: Iterable[pk.Sequence]) -> dict[pk.Sequence, _Output]:
-        """Return the outputs of sequences, each known here and named once."""
-        if self._pending is not None:
-            self._recover()
-        expected, remedy = "sequences, each once", "pass a list of handles, of one sequence too"
-        named: tuple[Any, ...] = tuple(sequences) if type(sequences) in (tuple, list) else pk.checks.checked_items(
-            "a step", sequences, expected=expected, remedy=remedy, clause="C11.3"
+    def _named(self, sequences: Iterable[pk.Sequence]) -> tuple[pk.Sequence, ...]:
+        """Return sequences as a tuple, each known here and named once."""
+        named: tuple[Any, ...] = tuple(sequences) if type(sequences) in _LISTS else pk.checks.checked_items(
+            "a step", sequences, expected=_NAMES, remedy=_NAMES_REMEDY, clause="C11.3"
         )
-        if not set(map(type, named)) <= {pk.Sequence} or len(set(named)) != len(named):
-            raise pk.MisuseError("a step", expected=expected, got=pk.checks.shown(named), remedy=remedy,
-                                 clause="C11.3")
-        return {sequence: self._output_of(sequence) for sequence in named}
+        if not set(map(type, named)) <= {pk.Sequence}:
+            raise _refused_names(named)
+        for sequence in named:
+            self._require_known(sequence)
+        if len(set(named)) != len(named):
+            raise _refused_names(named)
+        return named
 
-    def _output_of(self, sequence: pk.Sequence) -> _Output:
+    def _require_known(self, sequence: pk.Sequence) -> Outputs:
+        """Return the outputs; refuse a sequence that has none."""
         if self._pending is not None:
             self._recover()
-        output = self._outputs.get(sequence) if type(sequence) is pk.Sequence else None
-        if output is None:
+        if not self._outputs.knows(sequence):
             raise pk.MisuseError(f"decoding {pk.checks.shown(sequence)}",
                                  expected="a sequence that this loop has prefilled or resumed",
                                  got="one that it has not, or has forgotten, or whose row another sequence has",
                                  remedy="call prefill or resume first", clause="C9.4")
-        return output
+        return self._outputs
+
+
+class Prefill:
+    """A prompt that is written piece by piece; made by `DecodeLoop.begin_prefill`.
+
+    Attributes, written by the loop alone:
+        batch: its one sequence.
+        ids: (n,) int32, all tokens of the prompt.
+        start: committed tokens before it.
+        output_tokens: tokens that may be sampled.
+        written: tokens of the prompt that are committed.
+    """
+
+    def __init__(self, loop: DecodeLoop, batch: pk.Batch, ids: Int32, start: int, output_tokens: int) -> None:
+        self.batch = batch
+        self.ids = ids
+        self.start = start
+        self.output_tokens = output_tokens
+        self.written = 0
+        self._loop = loop
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of the prompt that are not written yet; 0 when the first token has been sampled.
+
+        Raises:
+            StaleHandle: the sequence has ended.
+            MisuseError: somebody else has written to it or truncated it.
+        """
+        self._loop._recover()
+        (sequence,) = self.batch.sequences
+        committed, own = self._loop.store.committed_tokens(sequence), self.start + self.written
+        if committed != own:
+            raise pk.MisuseError(f"the prompt of {sequence}", clause="C9.4", got=f"{committed}",
+                                 expected=f"{own} committed tokens, as its pieces have left it",
+                                 remedy="begin another prompt; write nothing else while one is being written")
+        return self.ids.size - self.written
+
+    def advance(self) -> int:
+        """Write the next piece, `prefill_chunk` tokens or the rest, and return how many tokens are left.
+
+        The last piece samples the first token.  An error takes the piece back, and the next call writes it again.
+        """
+        left = self.tokens_left
+        if left:
+            self._loop._write(self, min(left, self._loop.prefill_chunk))
+        return self.tokens_left
+
+
+_LISTS = (list, tuple)
+_NAMES, _NAMES_REMEDY = "sequences, each once", "pass a list of handles, of one sequence too"
+_NO_FRONTIERS: Int32 = np.zeros(0, np.int32)
+
+
+def _stops(stop_tokens: Iterable[int]) -> frozenset[int]:
+    if type(stop_tokens) is tuple and not stop_tokens:
+        return _NO_STOPS
+    return frozenset(_token_ids("stop_tokens", stop_tokens).tolist())
 
 
 def _token_ids(what: str, ids: Iterable[int]) -> Int32:
-    """Return token ids as int32; refuse anything that is not an id already."""
+    """Return token ids as int32; refuse anything that is not an id already.  An array is not walked in Python."""
     id_max = np.iinfo(np.int32).max
+    if type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu":
+        is_legal = not ids.size or (ids.min() >= 0 and ids.max() <= id_max)
+        if is_legal:
+            return np.array(ids, np.int32)
     expected, remedy = f"integer token ids from 0 to {id_max}", "pass what the tokenizer gave"
-    id_list: tuple[Any, ...] = tuple(ids) if type(ids) in (tuple, list) else pk.checks.checked_items(
+    id_list: tuple[Any, ...] = tuple(ids) if type(ids) in _LISTS else pk.checks.checked_items(
         what, ids, expected=expected, remedy=remedy, clause="C14.4"
     )
     for token in id_list:
         if not (type(token) is int or isinstance(token, np.integer)) or not 0 <= token <= id_max:
             raise pk.MisuseError(what, expected=expected, got=pk.checks.shown(token), remedy=remedy, clause="C14.4")
     return np.array(id_list, np.int32)
+
+
+def _refused_names(named: object) -> pk.MisuseError:
+    return pk.MisuseError("a step", expected=_NAMES, got=pk.checks.shown(named), remedy=_NAMES_REMEDY, clause="C11.3")
 
 
 def _refuse_samples(key: GraphKey, sampled: Int32) -> NoReturn:

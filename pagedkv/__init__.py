@@ -15,6 +15,7 @@ from pagedkv import codecs
 from pagedkv.clauses import Clause, clause, clauses
 from pagedkv.devices import open_device
 from pagedkv.devices.cache_folder import CacheFolder
+from pagedkv.devices.counting import CountingDevice
 from pagedkv.devices.protocol import Device, Event, Graph, Kernel, ModuleSpec, Stream, cpu_only
 from pagedkv.errors import (
     ActivationRefused,
@@ -86,6 +87,7 @@ __all__ = [
     "Continuation",
     "ContinuationInspection",
     "Corruption",
+    "CountingDevice",
     "Device",
     "DeviceFault",
     "DraftFullBackend",

@@ -319,7 +319,7 @@ def test_a_refused_step_changes_no_sequence() -> None:
         loop = DecodeLoop(store, ToyModel(store))
         sequence, stranger = (store.activate(prompt_tokens=4, output_tokens=2) for _ in range(2))
         loop.prefill(sequence, [1, 2, 3, 4])
-        stops = [loop._outputs[sequence].last_token]
+        stops = [loop.last_token(sequence)]
         cases: tuple[tuple[Any, str], ...] = (([sequence, sequence], "C11.3"), (sequence, "C11.3"), (None, "C11.3"),
                                               ([[]], "C11.3"), ([sequence, stranger], "C9.4"))
         for named, clause in cases:

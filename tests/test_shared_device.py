@@ -253,7 +253,7 @@ def test_a_loop_goes_on_when_the_capture_of_another_store_has_ended(device: pk.D
         for _ in range(4):
             device.begin_capture(capturing.stream)
             for call in (lambda: loop.step(sequences[:1]), lambda: list(loop.decode(sequences[:1])),
-                         lambda: loop.prefill(sequences[0], [1]),
+                         lambda: loop.prefill(sequences[0], [1], last_token=None),
                          lambda: UnitGraph(store, ToyModel(store), KEY)):
                 with pytest.raises(pk.CaptureRefused):
                     call()

@@ -135,7 +135,7 @@ def test_forks_say_what_unshared_runs_say(profile: str, frontier: int) -> None:
         children = [store.activate(source=saved, prompt_tokens=3, output_tokens=40) for _ in range(4)]
         suffixes = [[5 + i, 11 * i, 900 - i] for i in range(4)]
         for child, suffix in zip(children, suffixes, strict=True):
-            loop.prefill(child, suffix)
+            loop.prefill(child, suffix, last_token=None)
         texts = decode_all(loop, children)
 
     assert texts == [alone(profile, prompt + suffix, 40) for suffix in suffixes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 
@@ -11,6 +12,7 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.devices.cpu.device import CpuDevice
+from tests.placement import shuffle_placement
 from tests.toy_model import run_unit
 
 CONFIG = pk.StoreConfig(pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64), profile="int8-g64",
@@ -230,6 +232,23 @@ def test_pools_commit_and_trim_apart() -> None:
         store.truncate(sequence, 10, "mtp")
         assert (store.committed_tokens(sequence), store.committed_tokens(sequence, "mtp")) == (63, 10)
         store.check()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_rows_that_cross_together_are_published_by_two_device_calls(device: pk.Device, rows: int) -> None:
+    """C11.2: one row is one copy; more are one copied list and one launch, or as many as the list is long."""
+    config = dataclasses.replace(CONFIG, max_concurrency=7, kv_capacity=pk.ExplicitCapacity(7 * 256), backend=None)
+    with pk.open_store(config, device) as store:
+        shuffle_placement(store, seed=1)
+        batch = store.batch([store.activate(prompt_tokens=200, output_tokens=0) for _ in range(rows)])
+        for columns, calls in ((64, 1 if rows == 1 else 2), (8, 1 if rows == 1 else 2), (8, 0), (120, None)):
+            before = device.driver_calls
+            unit = store.begin_unit(batch, columns)
+            assert calls is None or device.driver_calls - before == calls
+            store.wait(unit)
+            store.commit(unit)
+            store.check()  # compares the device tables
+        assert store.published_slices == 3 * rows
 
 
 def append_token(store: pk.Store, view: pk.PagedKVLayerView, word: int, position: int) -> None:

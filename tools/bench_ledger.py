@@ -6,13 +6,15 @@
 Every sample is one call: it is prepared, timed alone and undone.  `floor_us` is the time of the bare NumPy work of the
 same bookkeeping on this machine in the same run, without a check, a handle or a pool: for orientation, not a bound.
 
-With `--shredded` no two free pages adjoin, so that every list of ids is scattered, as after the worst churn.
+With `--shredded` no two free pages adjoin, so that every list of ids is scattered, as after the worst churn.  With
+`--siblings n` every subject but `admit` is a fork of one prefix that n other continuations share too.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import platform
 import statistics
@@ -31,6 +33,9 @@ from pagedkv.tools.console import json_option, positive, progress_line, say
 SIZES_PAGES = (1, 64, 67, 512, 4096)
 """67 pages are 4.3k tokens, 4096 pages 262,144 tokens."""
 
+SHARED_PAGES, SIBLINGS = 64, (1, 1000, 10_000)
+"""Shown without options too: no operation takes longer when more continuations share the pages."""
+
 TAIL_TOKENS = 40
 """Committed columns of an unaligned source's last page; a copy of that page is planned and not made."""
 
@@ -43,10 +48,11 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class Figure:
-    """One operation over sequences of `pages` pages, in microseconds."""
+    """One operation over sequences of `pages` pages, shared with `siblings` continuations; in microseconds."""
 
     operation: str
     pages: int
+    siblings: int
     us: float
     us_mean: float
     us_p95: float
@@ -76,7 +82,7 @@ class Bench:
     No other part of the tools calls ledgers.
     """
 
-    def __init__(self, pages: int, *, is_shredded: bool) -> None:
+    def __init__(self, pages: int, *, is_shredded: bool, siblings: int = 0) -> None:
         blocks = pages + ROOM_TOKENS // pk.PAGE_TOKENS
         spare = 3 * blocks
         config = pk.StoreConfig(
@@ -89,19 +95,28 @@ class Bench:
         self.ledgers = pk.Ledger(config)
         self.aligned = pages * pk.PAGE_TOKENS
         self.unaligned = self.aligned - pk.PAGE_TOKENS + TAIL_TOKENS
+        self.shared: pk.Continuation | None = None
         if is_shredded:
             continuations = [self.retained(1) for _ in range(2 * spare)]
             for continuation in continuations[::2]:
                 self.ledgers.release(continuation)
+        if siblings:
+            self.shared = self.retained(self.aligned)
+            for _ in range(siblings - 1):
+                self.retained(self.aligned)
 
-    def activated(self, tokens: int, source: pk.Continuation | None = None) -> pk.Sequence:
+    def activated(
+        self, tokens: int, source: pk.Continuation | None = None, frontier: int | None = None
+    ) -> pk.Sequence:
         """Return a sequence with room for so many tokens behind its source."""
-        sequence = self.ledgers.try_activate(pk.ActivationTarget(tokens, 0, source=source))
+        sequence = self.ledgers.try_activate(pk.ActivationTarget(tokens, 0, source=source, frontier=frontier))
         assert isinstance(sequence, pk.Sequence), sequence
         return sequence
 
     def written(self, tokens: int) -> pk.Sequence:
-        """Return a sequence that has committed its whole prompt."""
+        """Return a sequence that has committed its whole prompt, or a fork of the shared prefix."""
+        if self.shared is not None:
+            return self.activated(ROOM_TOKENS // 2, self.shared, tokens)
         sequence = self.activated(tokens)
         unit, _ = self.ledgers.begin_unit("prefill", self.ledgers.batch([sequence]), {"main": tokens})
         self.ledgers.commit_unit(unit)
@@ -200,6 +215,7 @@ def bench_ledger(
     *,
     sizes_pages: tuple[int, ...] = SIZES_PAGES,
     samples: int = 200,
+    siblings: tuple[int, ...] = (0,),
     is_shredded: bool = False,
     progress: Callable[[str], None] = nothing,
 ) -> list[Figure]:
@@ -208,18 +224,19 @@ def bench_ledger(
     Args:
         sizes_pages: pages of the sequences; one figure of each operation for each.
         samples: calls per figure, at least 1; warming up is not counted.
+        siblings: continuations that share the subject's pages; one figure of each operation for each.
         is_shredded: let no two free pages adjoin.
         progress: called with the name of what is timed next.
     """
     figures = []
-    for pages in sizes_pages:
+    names = list(Bench(1, is_shredded=False).operations())
+    for pages, count, name in itertools.product(sizes_pages, siblings, names):
+        progress(f"{name}, {pages} pages, {count} siblings")
         floors = floor_operations(pages)
-        for name in Bench(1, is_shredded=False).operations():
-            progress(f"{name}, {pages} pages")
-            us = times_us(Bench(pages, is_shredded=is_shredded).operations()[name], samples)
-            floor = statistics.median(times_us(floors[name], samples)) if name in floors else None
-            p95 = float(np.quantile(us, 0.95))
-            figures.append(Figure(name, pages, statistics.median(us), statistics.fmean(us), p95, floor))
+        us = times_us(Bench(pages, is_shredded=is_shredded, siblings=count).operations()[name], samples)
+        floor = statistics.median(times_us(floors[name], samples)) if name in floors else None
+        p95 = float(np.quantile(us, 0.95))
+        figures.append(Figure(name, pages, count, statistics.median(us), statistics.fmean(us), p95, floor))
     return figures
 
 
@@ -238,23 +255,31 @@ def report(figures: list[Figure], *, is_shredded: bool) -> dict[str, Any]:
 @click.command()
 @json_option
 @click.option("--pages", "sizes", type=click.IntRange(1, 1 << 20), multiple=True, help="Pages; repeatable.")
+@click.option("--siblings", type=click.IntRange(0, 1 << 20), multiple=True,
+              help="Continuations that share the pages; repeatable.")
 @click.option("--samples", type=positive, default=200, show_default=True, help="Calls per figure.")
 @click.option("--shredded", is_flag=True, help="Let no two free pages adjoin.")
-def command(as_json: bool, sizes: tuple[int, ...], samples: int, shredded: bool) -> None:
+def command(
+    as_json: bool, sizes: tuple[int, ...], siblings: tuple[int, ...], samples: int, shredded: bool
+) -> None:
     """Time the bulk operations of the ledgers, by pages.
 
     Admission, fork, finish, snapshot, retain, release and move, in microseconds, without a device; and the time of the
     bare NumPy work beside them. With --json also the machine, and the versions of Python and NumPy.
     """
-    figures = bench_ledger(
-        sizes_pages=sizes or SIZES_PAGES, samples=samples, is_shredded=shredded, progress=progress_line
-    )
+    shapes = [(sizes or SIZES_PAGES, siblings or (0,))]
+    if not sizes and not siblings:
+        shapes.append(((SHARED_PAGES,), SIBLINGS))
+    figures = [
+        figure for pages, counts in shapes for figure in
+        bench_ledger(sizes_pages=pages, samples=samples, siblings=counts, is_shredded=shredded, progress=progress_line)
+    ]
     progress_line("")
     if as_json:
         click.echo(dumps(report(figures, is_shredded=shredded)))
     else:
-        click.echo(f"{'operation':<20}{'pages':>7}{'us':>10}{'mean':>10}{'p95':>10}{'floor':>10}")
+        click.echo(f"{'operation':<20}{'pages':>7}{'siblings':>10}{'us':>10}{'mean':>10}{'p95':>10}{'floor':>10}")
         for f in figures:
             floor = "-" if f.floor_us is None else f"{f.floor_us:.1f}"
-            click.echo(f"{f.operation:<20}{f.pages:>7}{f.us:>10.1f}{f.us_mean:>10.1f}{f.us_p95:>10.1f}{floor:>10}")
+            click.echo(f"{f.operation:<20}{f.pages:>7}{f.siblings:>10}{f.us:>10.1f}{f.us_mean:>10.1f}{f.us_p95:>10.1f}{floor:>10}")
     say(f"microseconds: median, mean and 95th percentile of {samples} calls each; floor: the bare NumPy work alone")

@@ -19,6 +19,8 @@ from pagedkv.tools.console import EXIT_FINDING, EXIT_MISSING, EXIT_USAGE, say, v
 
 COMMANDS = {
     "bench ledger": "bench_ledger",
+    "bench peers": "compare_peers",
+    "bench step": "bench_step",
     "doctor": "doctor",
     "fuzz": "fuzz.run",
     "help": "help",

@@ -5,6 +5,7 @@
 //   pack_pages      (listed pages, heads, 1)    128     0              ops.pack_pages, once per plane
 //   unpack_pages    (listed pages, heads, 1)    128     0              ops.unpack_pages, once per plane
 //   copy_columns    (heads, 1, 1)               128     0              ops.copy_columns, once per plane
+//   set_entries     (ceil(count / 256), 1, 1)   256     0              the store, through ops.page_moves
 //   bf16_from_f32   (ceil(count / 256), 1, 1)   256     0              ops.bf16_from_f32
 //   f32_from_bf16   (ceil(count / 256), 1, 1)   256     0              ops.f32_from_bf16
 //
@@ -73,6 +74,16 @@ extern "C" __global__ void copy_columns(uint8_t* plane, int32_t source, int32_t 
     if (rest < column_bytes) target[rest] = from[rest];
 }
 PK_EXPORT(copy_columns)
+
+// Sets single entries of a block table.  entries (3, count): rows, blocks and page ids; table (C, L).  (C11.2)
+extern "C" __global__ void set_entries(int32_t* table, const int32_t* __restrict__ entries, int32_t count,
+                                       int32_t blocks) {
+    const int32_t at = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (at >= count) return;
+    const int64_t row = entries[at];
+    table[row * blocks + entries[count + at]] = entries[2 * count + at];
+}
+PK_EXPORT(set_entries)
 
 // RNE; a NaN keeps its sign and upper payload and becomes quiet, as in pagedkv.codecs.f32_to_bf16.
 extern "C" __global__ void bf16_from_f32(uint16_t* destination, const float* __restrict__ source, int64_t count) {

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import compress
+from itertools import count as count_from
+from operator import is_not
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +29,18 @@ COUNT_MAX = 1 << 30
 """Counts are below this: a frontier and a count add up below 2^31."""
 
 
-@dataclass(frozen=True)
-class EntryColumns:
-    """Columns in one pool: `by_entry` (B,) int32 in batch order, `by_row` (C,) int32, 0 in rows not selected."""
+class EntryColumns(NamedTuple):
+    """Columns in one pool: `by_entry` (B,) int32 in batch order, `by_row` (C,) int32, 0 in rows not selected.
+
+    `limits` is `by_entry` as uint32: one comparison with it finds a count that is too large and one that is negative.
+    `is_beyond` (B,) bool takes the answer.  `is_narrow`: no entry has more than 64 columns.
+    """
 
     by_entry: npt.NDArray[np.int32]
     by_row: npt.NDArray[np.int32]
+    limits: npt.NDArray[np.uint32]
+    is_beyond: npt.NDArray[np.bool_]
+    is_narrow: bool
 
 
 @dataclass(eq=False)
@@ -39,13 +48,17 @@ class Batch:
     """Sequences selected together, in batch order; made by `Store.batch`.
 
     Attributes:
-        sequences, rows: in batch order; rows are (B,) int64, `rows_mask` has them as bits of one integer.
+        sequences, rows, serials: in batch order; rows and serials of the handles are (B,) int64.
+        rows_mask: the rows as bits of one integer.
+        index: the rows as NumPy indexes a column fastest: a slice where each is one more than the one before.
         stamp: `Sequences.stamp` at the last check of the handles.
         by_width: a cache: the columns of a unit in which every entry writes the same number, by that number.
     """
 
     sequences: tuple[Sequence, ...]
     rows: npt.NDArray[np.int64]
+    serials: npt.NDArray[np.int64]
+    index: slice | npt.NDArray[np.int64]
     rows_mask: int
     stamp: int
     by_width: dict[int, EntryColumns] = field(default_factory=dict)
@@ -55,14 +68,55 @@ class Batch:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copy and pickle without the arrays: those of a copy could be written."""
-        return batch_of, (self.sequences, self.stamp)
+        return batch_of, (self.sequences, *numbers_of(self.sequences), self.stamp)
 
 
-def batch_of(sequences: tuple[Sequence, ...], stamp: int) -> Batch:
+def batch_of(
+    sequences: tuple[Sequence, ...], rows: npt.NDArray[np.int64], serials: npt.NDArray[np.int64], stamp: int
+) -> Batch:
     """Return the batch of sequences whose handles the caller has checked; each row stands once in its mask."""
+    rows.flags.writeable = serials.flags.writeable = False
+    count = rows.size
+    if count == 1:
+        row = rows.item(0)
+        return Batch(sequences, rows, serials, slice(row, row + 1), 1 << row, stamp)
+    is_selected = np.zeros(rows.item(rows.argmax()) + 1 if count else 0, np.bool_)
+    is_selected[rows] = True
+    rows_mask = int.from_bytes(np.packbits(is_selected, bitorder="little").tobytes(), "little")
+    index: slice | npt.NDArray[np.int64] = rows
+    if count and rows.item(-1) - rows.item(0) == count - 1:
+        first = rows.item(0)
+        if rows.tobytes() == np.arange(first, first + count).tobytes():
+            index = slice(first, first + count)
+    return Batch(sequences, rows, serials, index, rows_mask, stamp)
+
+
+def common_ends(old: tuple[Sequence, ...], sequences: tuple[Sequence, ...]) -> tuple[int, int]:
+    """Return how many handles, the same objects, both tuples have in front, and how many of the others at the end."""
+    most = min(len(old), len(sequences))
+    first = next(compress(count_from(), map(is_not, old, sequences)), most)
+    tails = map(is_not, reversed(old[first:]), reversed(sequences[first:]))
+    return first, next(compress(count_from(), tails), most - first)
+
+
+def batch_after(previous: Batch, sequences: tuple[Sequence, ...], ends: tuple[int, int], stamp: int) -> Batch:
+    """Return the batch of sequences that has common ends with another one, as `batch_of`.
+
+    From step to step a batch loses or gains few sequences: 256 handles take 5 us where reading each takes 25.
+    """
+    first, last = ends
+    kept = len(previous.sequences) - last
+    rows, serials = numbers_of(sequences[first : len(sequences) - last])
+    if first or last:
+        rows = np.concatenate((previous.rows[:first], rows, previous.rows[kept:]))
+        serials = np.concatenate((previous.serials[:first], serials, previous.serials[kept:]))
+    return batch_of(sequences, rows, serials, stamp)
+
+
+def numbers_of(sequences: tuple[Sequence, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the rows and the serials of handles, (n,) int64."""
     rows = np.array([sequence.row for sequence in sequences], np.int64)
-    rows.setflags(write=False)
-    return Batch(sequences, rows, sum({1 << row for row in rows.tolist()}), stamp)
+    return rows, np.array([sequence.serial for sequence in sequences], np.int64)
 
 
 def column_counts(what: str, entries: int, columns: Columns) -> npt.NDArray[np.int32]:

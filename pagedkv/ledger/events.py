@@ -155,7 +155,7 @@ class PoolEvents:
 
     def record_slices(self, kind: EventKind, slices: TableSlices, table: Ids) -> None:
         """Record a change of the page groups in slices of a host mirror, (C, L) int32: one event per slice."""
-        self.pages[kind] += int(slices.block_counts.sum())
+        self.pages[kind] += slices.pages
         if self._events.is_observed:
             for row, first, count in slices.each():
                 page_ids = tuple(table[row, first : first + count].tolist())

@@ -28,12 +28,12 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.ledger.active_spaces import KEEP_ALL, ActiveSpaces
+from pagedkv.ledger.active_spaces import ActiveSpaces
 from pagedkv.ledger.pool import try_reserve_bundle
 from pagedkv.values.config import StoreConfig
 from pagedkv.values.quantities import PAGE_TOKENS, pages_for_tokens
 
-NO_GROWTH = KEEP_ALL
+NO_GROWTH = np.int32(1 << 30)
 """`grow_at` of a row that is idle or has its full entitlement: beyond every frontier."""
 
 LADDER_TOKENS = (128, 64)

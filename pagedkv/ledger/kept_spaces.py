@@ -50,11 +50,12 @@ class KeptSpaces:
         self.pages = pages
         self.events = PoolEvents(pool.name, PageEvents()) if events is None else events
         self.by_number: dict[int, KeptSpace] = {}
+        self._partial: dict[int, dict[int, int]] = {}  # page -> the columns, 1 to 63, that each space protects of it
 
     def keep(self, number: int, members: Ids, frontier: int) -> None:
         """Retain pages whose inactive reference and committed columns are set, and protect them.  (C7.8, C9.8)"""
         self.by_number[number] = KeptSpace(members, self.pages.index_of(members), frontier, 0)
-        self._raise_protection(self.by_number[number], frontier)
+        self._raise_protection(number, self.by_number[number], frontier)
 
     def take(self, number: int) -> KeptSpace:
         """Remove a space that becomes active or ends: its protection ends, its references stay.  (C10.4)"""
@@ -93,7 +94,7 @@ class KeptSpaces:
         """Set the protected frontier, up or down.  (C7.8)"""
         space = self.by_number[number]
         if tokens >= space.protected_frontier:
-            self._raise_protection(space, tokens)
+            self._raise_protection(number, space, tokens)
         else:
             self._lower_protection(number, space, tokens)
 
@@ -127,39 +128,49 @@ class KeptSpaces:
         self.pool.release(page_ids, leased=page_ids.size)
         self.events.record("release", None, first_block, page_ids)
 
-    def _raise_protection(self, space: KeptSpace, tokens: int) -> None:
+    def _raise_protection(self, number: int, space: KeptSpace, tokens: int) -> None:
         first = space.protected_frontier >> PAGE_SHIFT
         last = pages_for_tokens(tokens)
         self.pages.raise_protection(part_of(space.index, first, last),
                                     _cover(space.protected_frontier, first, last - first),
                                     _cover(tokens, first, last - first))
-        space.protected_frontier = tokens
+        self._set_protected(number, space, tokens)
 
     def _lower_protection(self, number: int, space: KeptSpace, tokens: int) -> None:
         first, last = tokens >> PAGE_SHIFT, pages_for_tokens(space.protected_frontier)
         changed = part_of(space.index, first, last)
         before = _cover(space.protected_frontier, first, last - first)
         after = _cover(tokens, first, last - first)
-        others = self._others(number, first, changed, space.members[first:last])
+        others = self._others(number, changed, before, space.members[first:last])
         self.pages.lower_protection(changed, before, after if others is None else np.maximum(after, others))
+        self._set_protected(number, space, tokens)
+
+    def _set_protected(self, number: int, space: KeptSpace, tokens: int) -> None:
+        """Note a protected frontier, and the page in which it lies."""
+        if space.protected_frontier & PAGE_MASK:
+            page = space.members.item(space.protected_frontier >> PAGE_SHIFT)
+            del self._partial[page][number]
+            if not self._partial[page]:
+                del self._partial[page]
+        if tokens & PAGE_MASK:
+            self._partial.setdefault(space.members.item(tokens >> PAGE_SHIFT), {})[number] = tokens & PAGE_MASK
         space.protected_frontier = tokens
 
-    def _others(self, number: int, first: int, at: Index, changed: Ids) -> npt.NDArray[np.int32] | None:
-        """Return the most columns that another inactive space protects of each page from block `first` on, or None.
+    def _others(self, number: int, at: Index, before: Ids, changed: Ids) -> npt.NDArray[np.int32] | None:
+        """Return the most columns that another inactive space protects of each page, or None if it does not matter.
 
-        `protectors` counts the spaces that protect a whole page.  So the search below runs only for a page that another
-        inactive space holds.  That is rare: mostly a partly protected page is the tail of one space.
+        `protectors` counts the spaces that protect a whole page.  A space protects at most one page in part, so
+        `_partial` has one entry for each.  Nothing here takes longer when more spaces share the pages.
         """
         if not changed.size or highest(self.pages.references[at] - self.pages.active[at]) <= 1:
             return None
+        left = self.pages.protectors[at] - (before >> PAGE_SHIFT)
+        if lowest(left) > 0:
+            return None
         most = np.zeros(changed.size, np.int32)
-        for other_number, other in self.by_number.items():
-            if other_number == number:
-                continue
-            members = other.members[first : first + changed.size]
-            is_same = members == changed[: members.size]
-            covered = _cover(other.protected_frontier, first, members.size)
-            most[: members.size] = np.maximum(most[: members.size], np.where(is_same, covered, 0))
+        for place in (left == 0).nonzero()[0].tolist():
+            partial = self._partial.get(changed.item(place), {})
+            most[place] = max((columns for other, columns in partial.items() if other != number), default=0)
         return most
 
 

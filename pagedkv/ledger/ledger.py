@@ -20,19 +20,28 @@ them, so that a ledger without a recorder makes no extra call.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from pagedkv.errors import MisuseError, PagedKVError, shown
-from pagedkv.ledger.active_spaces import KEEP_ALL, ActiveSpaces, TableSlices, Tokens
-from pagedkv.ledger.batch import Batch, Columns, EntryColumns, batch_of, column_counts
+from pagedkv.errors import MisuseError, shown
+from pagedkv.ledger.active_spaces import ActiveSpaces, TableSlices, Tokens
+from pagedkv.ledger.batch import (
+    Batch,
+    Columns,
+    EntryColumns,
+    batch_after,
+    batch_of,
+    column_counts,
+    common_ends,
+    numbers_of,
+)
 from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation, Continuations, Frontier, state_frontier_of
 from pagedkv.ledger.events import PageEvents, PoolEvents
+from pagedkv.ledger.free_runs import highest
 from pagedkv.ledger.growth import LeaseGrowth
 from pagedkv.ledger.kept_spaces import KeptSpaces
 from pagedkv.ledger.pages import LogicalPages
@@ -42,28 +51,22 @@ from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal
 from pagedkv.ledger.units import Submission, Units
 from pagedkv.values.checks import checked_integer
 from pagedkv.values.config import VERIFY_WIDTH_MAX, StoreConfig
-from pagedkv.values.quantities import PAGE_SHIFT
+from pagedkv.values.quantities import PAGE_SHIFT, PAGE_TOKENS
 
 PoolSlices = dict[str, TableSlices]
+
+_INT32 = np.dtype(np.int32)
+_UINT32 = np.dtype(np.uint32)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Is called before and after every recorded operation."""
+    """Hears of every call of a recorded operation."""
 
-    def begin(self, operation: str, arguments: Mapping[str, Any]) -> None:
-        """Note an operation that begins; its handles are still current."""
-
-    def answer(self, answer: object) -> None:
-        """Note its answer."""
-
-    def refuse(self, error: PagedKVError) -> None:
-        """Note that it was refused."""
-
-    def break_off(self, error: BaseException) -> None:
-        """Note that it broke off after its first write; a replay cannot repeat anything after it."""
+    def reporting(self, operation: Callable[P, T]) -> Callable[P, T]:
+        """Return an operation of one ledger that tells this recorder of each call, and answers or refuses as before."""
 
 
 RECORDED: set[str] = set()
@@ -74,31 +77,6 @@ def recorded(operation: Callable[Concatenate[Ledger, P], T]) -> Callable[Concate
     """Mark an operation of `Ledger` that decides; `Ledger.record_in` reports each call of it."""
     RECORDED.add(operation.__name__)
     return operation
-
-
-def _reporting(operation: Callable[P, T], recorder: Recorder, is_unsettled: Callable[[], object]) -> Callable[P, T]:
-    """Return an operation of one ledger that reports each of its calls to a recorder."""
-    name = operation.__name__
-    parameters = list(inspect.signature(operation).parameters.values())
-    names = [parameter.name for parameter in parameters]
-    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-
-    @functools.wraps(operation)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        recorder.begin(name, {**defaults, **dict(zip(names, args, strict=False)), **kwargs})
-        try:
-            answer = operation(*args, **kwargs)
-        except PagedKVError as error:
-            recorder.refuse(error)
-            raise
-        except BaseException as error:
-            if is_unsettled():
-                recorder.break_off(error)
-            raise
-        recorder.answer(answer)
-        return answer
-
-    return call
 
 
 class Ledger:
@@ -129,11 +107,13 @@ class Ledger:
         self.transactions = Transactions(config, self.active, self.sequences, self.continuations, self.growth)
         self.units = Units()
         self._aborting: dict[int, Sequence] = {}
+        self._uniform: dict[tuple[int, int], tuple[Tokens, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]] = {}
+        self._last_batch = batch_of((), *numbers_of(()), self.sequences.stamp)
 
     def record_in(self, recorder: Recorder) -> None:
         """Report every later call of a recorded operation of this ledger; called once, by the store."""
         for name in RECORDED:
-            setattr(self, name, _reporting(getattr(self, name), recorder, lambda: self.unsettled))
+            setattr(self, name, recorder.reporting(getattr(self, name)))
 
     def end_record(self) -> None:
         """Report no further call: the recorder and this ledger hold each other until then."""
@@ -228,7 +208,7 @@ class Ledger:
             return None
         spaces: dict[str, Any] = {}
         for name, active in self.active.items():
-            active.trim_row(sequence.row)
+            active.trim(slice(sequence.row, sequence.row + 1))
             spaces[name] = active.detach(sequence.row)
         self.growth.close(sequence.row)
         self.sequences.end(sequence.row)
@@ -302,12 +282,15 @@ class Ledger:
 
     def batch(self, sequences: SequenceOf[Sequence]) -> Batch:
         """Select sequences, in batch order.  (C11.3)"""
-        for sequence in sequences:
-            self.sequences.require_current(sequence)
-        batch = batch_of(tuple(sequences), self.sequences.stamp)
+        handles, previous = tuple(sequences), self._last_batch
+        first, last = ends = common_ends(previous.sequences, handles)
+        self.sequences.require_all_current(handles[first : len(handles) - last])
+        batch = batch_after(previous, handles, ends, previous.stamp)
+        self._require_batch(batch)  # the handles of the previous batch may have ended
         if not len(batch) or batch.rows_mask.bit_count() != len(batch):
             raise MisuseError("a batch", expected="at least one sequence, each once", got=list(sequences),
                               remedy="select distinct sequences", clause="C14.4")
+        self._last_batch = batch
         return batch
 
     @recorded
@@ -319,29 +302,38 @@ class Ledger:
         if not isinstance(name, str):
             raise MisuseError("the name of a unit", expected="a str", got=shown(name),
                               remedy="pass the name that errors are to print", clause="C12.2")
-        self._require_batch(batch)
-        self.units.require_thawed(batch.rows_mask, "a unit")
+        if type(batch) is not Batch or batch.stamp != self.sequences.stamp:
+            self._require_batch(batch)
+        if self.units.rows_in_flight & batch.rows_mask:
+            self.units.require_thawed(batch.rows_mask, "a unit")
         if not columns:
             raise MisuseError("a unit that writes nothing", expected="columns for at least one pool", got="none",
                               remedy="name the pools the unit writes", clause="C9.4")
-        written, ends = {}, {}
-        for pool, pool_columns in columns.items():
-            spaces = self.active_in(pool)
-            written[pool] = entry = self._entry_columns(batch, pool, pool_columns)
-            ends[pool] = pool_ends = spaces.committed_end + entry.by_row
-            if spaces.has_row_beyond_writable(pool_ends):
-                self._require_positions(batch, pool, entry)
-                spaces.require_entitled(pool_ends)
-        self.unsettled = "begin_unit"
-        slices: PoolSlices = {}
+        written: dict[str, EntryColumns] = {}
         first_positions = {}
-        for pool, pool_ends in ends.items():
-            spaces = self.active[pool]
-            new_slices = spaces.ensure_mapped_to_tokens(pool_ends)
-            if new_slices is not None:
-                slices[pool] = new_slices
+        crossing: list[tuple[str, ActiveSpaces, bool]] | None = None
+        for pool, pool_columns in columns.items():
+            try:
+                spaces = self.active[pool]
+            except (KeyError, TypeError):
+                spaces = self.active_in(pool)
+            entry = batch.by_width.get(pool_columns) if type(pool_columns) is int else None
+            if entry is None:
+                entry = self._entry_columns(batch, pool, pool_columns)
+            written[pool] = entry
+            if spaces.reaches_new_pages(entry.by_row):
+                is_ready = spaces.is_ready()
+                if not is_ready and not spaces.is_writable():
+                    self._require_writable(batch, pool, entry)
+                crossing = [*(crossing or ()), (pool, spaces, is_ready and entry.is_narrow)]
             first_positions[pool] = first = spaces.committed_end[batch.rows]
             first.setflags(write=False)
+        self.unsettled = "begin_unit"
+        slices: PoolSlices = {}
+        for pool, spaces, is_one_page in crossing or ():
+            new_slices = spaces.map_reached(is_one_page=is_one_page)
+            if new_slices is not None:
+                slices[pool] = new_slices
         return self.units.begin(name, batch, written, first_positions), slices
 
     @recorded
@@ -351,15 +343,22 @@ class Ledger:
         A pool that is not named keeps its frontier; None accepts every column of every pool.
         """
         self.units.require_open(unit, "commit")
-        self._require_endable(unit, "commit")
+        if self._aborting:
+            self._require_endable(unit, "commit")
         if accepted is None:
-            columns = {pool: entry.by_row for pool, entry in unit.written.items()}
+            self.unsettled = "commit"
+            for pool, entry in unit.written.items():
+                self.active[pool].commit(entry.by_row)
         else:
-            columns = {pool: self._accepted_by_row(unit, pool, counts) for pool, counts in accepted.items()}
-        self.unsettled = "commit"
-        for pool, by_row in columns.items():
-            self.active[pool].commit(by_row)
-        self._end_unit(unit)
+            columns = {}
+            for pool, counts in accepted.items():
+                columns[pool] = self._accepted(unit, pool, counts)
+            self.unsettled = "commit"
+            for pool, counts in columns.items():
+                self.active[pool].commit_at(unit.batch, counts)
+        self.units.end(unit)
+        if self._aborting:
+            self._end_aborting(unit)
 
     @recorded
     def fail_unit(self, unit: Submission) -> None:
@@ -367,7 +366,9 @@ class Ledger:
         self.units.require_open(unit, "fail")
         self._require_endable(unit, "fail")
         self.unsettled = "fail"
-        self._end_unit(unit)
+        self.units.end(unit)
+        if self._aborting:
+            self._end_aborting(unit)
 
     # ---- between units ----------------------------------------------------------------------------
 
@@ -400,27 +401,26 @@ class Ledger:
         spaces = self.active_in(pool)
         checked_integer(f"mapping row {sequence.row} of pool {pool}", tokens, 0, np.iinfo(np.int32).max,
                         remedy="pass a count of tokens within the entitlement", clause="C9.3")
-        ends = spaces.by_row(np.array([sequence.row]), np.array([tokens], np.int32))
-        spaces.require_entitled(ends)
+        spaces.require_entitled(np.array([sequence.row]), np.array([tokens]))
         self.unsettled = "ensure_mapped_to_tokens"
-        slices = spaces.ensure_mapped_to_tokens(ends)
+        slices = spaces.ensure_mapped_to_tokens(sequence.row, tokens)
         return {} if slices is None else {pool: slices}
 
     @recorded
     def trim(self, batch: Batch, pool: str, provisional: Columns = 0) -> int:
         """Return pages beyond committed + provisional columns to their reservation, and return how many.  (C9.6)"""
-        self._require_batch(batch)
+        if type(batch) is not Batch or batch.stamp != self.sequences.stamp:
+            self._require_batch(batch)
         spaces = self.active_in(pool)
-        self.units.require_thawed(batch.rows_mask, "trim", pool)
-        columns = column_counts("provisional columns", len(batch), provisional)
-        keep_tokens = np.full(self.config.max_concurrency, KEEP_ALL, np.int32)
-        # The sum may exceed 2^31 - 64, and `trailing_pages` rounds it up to a page: so it is limited in 64 bits first.
-        keep_tokens[batch.rows] = np.minimum(spaces.committed_end[batch.rows].astype(np.int64) + columns, KEEP_ALL)
-        slices = spaces.trailing_pages(keep_tokens)
-        if slices is None:
-            return 0
+        if self.units.rows_in_flight & batch.rows_mask:
+            self.units.require_thawed(batch.rows_mask, "trim", pool)
+        columns = None
+        if type(provisional) is not int or provisional:
+            columns = column_counts("provisional columns", len(batch), provisional)
+        if spaces.pages.pins_total:
+            spaces.require_trimmable(batch.index, columns)
         self.unsettled = "trim"
-        return spaces.trim(slices)
+        return spaces.trim(batch.index, columns)
 
     @recorded
     def truncate(self, sequence: Sequence, tokens: int, pool: str) -> None:
@@ -450,9 +450,9 @@ class Ledger:
 
     # ---- helpers ----------------------------------------------------------------------------------
 
-    def _end_unit(self, unit: Submission) -> None:
-        self.units.end(unit)
-        for row in unit.rows.tolist() if self._aborting else ():
+    def _end_aborting(self, unit: Submission) -> None:
+        """End the sequences that were aborted while the unit was in flight.  (C12.4)"""
+        for row in unit.rows.tolist():
             sequence = self._aborting.pop(row, None)
             if sequence is not None:
                 self._end_sequence(sequence)
@@ -505,40 +505,61 @@ class Ledger:
         if type(batch) is not Batch:
             raise MisuseError("a batch", expected="what batch(sequences) returned", got=shown(batch),
                               remedy="select the sequences with batch first", clause="C11.3")
-        if batch.stamp != self.sequences.stamp:
-            for sequence in batch.sequences:
-                self.sequences.require_current(sequence)
-            batch.stamp = self.sequences.stamp
+        sequences = self.sequences
+        if batch.stamp != sequences.stamp:
+            is_own = batch.stamp >> 32 == sequences.store_id
+            if not is_own or sequences.serials[batch.rows].tobytes() != batch.serials.tobytes():
+                for sequence in batch.sequences:
+                    sequences.require_current(sequence)
+            batch.stamp = sequences.stamp
 
     def _entry_columns(self, batch: Batch, pool: str, columns: Columns) -> EntryColumns:
         """Return the columns of batch entries, and spread over rows; cached if all entries write the same number."""
-        is_uniform = type(columns) is int
-        if is_uniform and columns in batch.by_width:
-            return batch.by_width[columns]  # type: ignore[index]
+        spaces = self.active[pool]
+        if type(columns) is int and 0 <= columns <= VERIFY_WIDTH_MAX:
+            count = len(batch.sequences)
+            uniform = self._uniform.get((count, columns))
+            if uniform is None:
+                counts = np.full(count, columns, np.int32)
+                counts.flags.writeable = False
+                uniform = self._uniform[count, columns] = counts, counts.view(_UINT32), np.zeros(count, np.bool_)
+            by_row = np.zeros(spaces.committed_end.size, np.int32)  # `zeros_like` takes 0.7 us
+            by_row[batch.index] = columns
+            by_row.flags.writeable = False
+            counts, limits, is_beyond = uniform
+            batch.by_width[columns] = entry = EntryColumns(counts, by_row, limits, is_beyond, True)
+            return entry
         counts = column_counts(f"columns of a unit in pool {pool}", len(batch), columns)
-        entry = EntryColumns(counts, self.active[pool].by_row(batch.rows, counts))
-        counts.setflags(write=False)  # a caller sees them, and `commit_unit` compares with them
-        entry.by_row.setflags(write=False)
-        if is_uniform and columns <= VERIFY_WIDTH_MAX:  # type: ignore[operator]
-            batch.by_width[columns] = entry  # type: ignore[index]
-        return entry
+        by_row = spaces.by_row(batch.index, counts)
+        counts.flags.writeable = by_row.flags.writeable = False  # a caller sees them, and `commit_unit` compares
+        return EntryColumns(counts, by_row, counts.view(_UINT32), np.zeros(counts.size, np.bool_),
+                            highest(counts) <= PAGE_TOKENS)
 
-    def _accepted_by_row(self, unit: Submission, pool: str, columns: Columns) -> Tokens:
-        if pool not in unit.written:
+    def _accepted(self, unit: Submission, pool: str, columns: Columns) -> Tokens:
+        """Return accepted columns as (B,) int32; refuse more than the unit wrote.  (C9.5)"""
+        entry = unit.written.get(pool)
+        if entry is None:
             raise MisuseError(f"a commit to pool {pool}", expected=f"one of {sorted(unit.written)}", got=pool,
                               remedy="commit only pools that the unit wrote", clause="C9.9")
-        what = f"accepted columns of {unit.label}"
-        counts = column_counts(what, len(unit.rows), columns)
-        limits = unit.written[pool].by_entry
-        if (counts > limits).any():
-            raise MisuseError(what, expected=f"at most {limits.tolist()}", got=counts.tolist(),
-                              remedy="accept at most what the unit wrote", clause="C9.5")
-        return self.active[pool].by_row(unit.rows, counts)
+        limits = entry.by_entry
+        if type(columns) is np.ndarray and columns.dtype is _INT32 and columns.shape == limits.shape:
+            counts: Tokens = columns  # type: ignore[assignment]
+        else:
+            counts = column_counts(f"accepted columns of {unit.label}", limits.size, columns)
+        if limits.size == 1 and 0 <= counts.item(0) <= limits.item(0):
+            return counts
+        np.less(entry.limits, counts.view(_UINT32), entry.is_beyond)  # a negative count is a large one
+        if b"\1" in entry.is_beyond.tobytes():  # `any` takes 1 us
+            raise MisuseError(f"accepted columns of {unit.label}", expected=f"0 to {limits.tolist()}",
+                              got=counts.tolist(), remedy="accept at most what the unit wrote", clause="C9.5")
+        return counts
 
-    def _require_positions(self, batch: Batch, pool: str, entry: EntryColumns) -> None:
-        """Refuse a unit that writes at or beyond max_context.  (C11.2)"""
-        first = self.active[pool].committed_end[batch.rows].astype(np.int64)
-        beyond = np.flatnonzero(first + entry.by_entry > self.config.max_context)
+    def _require_writable(self, batch: Batch, pool: str, entry: EntryColumns) -> None:
+        """Refuse a unit that writes at or beyond max_context, or beyond an entitlement.  (C9.3, C11.2)"""
+        spaces = self.active[pool]
+        first = spaces.committed_end[batch.rows].astype(np.int64)
+        ends = first + entry.by_entry
+        beyond = np.flatnonzero(ends > self.config.max_context)
         if beyond.size:
             index = int(beyond[0])
             count, position = int(entry.by_entry[index]), int(first[index])
@@ -549,6 +570,7 @@ class Ledger:
                 got=f"{count} columns from position {position} on",
                 remedy="make columns at or beyond max_context inert before the launch", clause="C11.2",
             )
+        spaces.require_entitled(batch.rows, ends)
 
 
 def _require_tokens(operation: str, tokens: object) -> None:

@@ -44,6 +44,7 @@ import numpy.typing as npt
 
 from pagedkv.errors import MisuseError
 from pagedkv.ledger.free_runs import FreeRuns, Ids, Index, count_of, highest, lowest
+from pagedkv.ledger.pool import NOTED_MAX
 from pagedkv.values.quantities import PAGE_SHIFT, PAGE_TOKENS
 
 Mask = npt.NDArray[np.bool_]
@@ -80,8 +81,9 @@ class LogicalPages:
         self.capacity = capacity = device_pages + host_pages
         self.has_host_pages = host_pages > 0
         self.free_runs = FreeRuns(capacity)
-        self.serial = np.zeros(capacity, np.int64)
-        self.content = np.zeros(capacity, np.int64)
+        self._serial = np.zeros(capacity, np.int64)
+        self._content = np.zeros(capacity, np.int64)
+        self._trimmed: list[Ids] = []
         # Rows of one matrix, so that one assignment frees a descriptor: 0.5 us for 64 pages, column by column 2.
         self._columns = np.repeat(_FREE, capacity, axis=1)
         self.committed: Columns = self._columns[0]
@@ -98,6 +100,20 @@ class LogicalPages:
         self.host_content = np.zeros(capacity, np.int64)
         self.host_columns = np.zeros(capacity, np.int32)
         self._stamp_next = 1
+
+    @property
+    def serial(self) -> npt.NDArray[np.int64]:
+        """Generations, those of trimmed pages renewed."""
+        if self._trimmed:
+            self._renew_trimmed()
+        return self._serial
+
+    @property
+    def content(self) -> npt.NDArray[np.int64]:
+        """Content epochs, those of trimmed pages renewed."""
+        if self._trimmed:
+            self._renew_trimmed()
+        return self._content
 
     # ---- private pages ----------------------------------------------------------------------------
 
@@ -119,11 +135,17 @@ class LogicalPages:
         page_ids: Ids = self.device[at]
         return page_ids.copy() if isinstance(at, slice) else page_ids
 
+    def trim(self, logical: Ids) -> None:
+        """Note trimmed pages; `serial` and `content` renew them when somebody reads one of them.  (C7.3, C7.6)"""
+        self._trimmed.append(logical)
+        if len(self._trimmed) == NOTED_MAX:
+            self._renew_trimmed()
+
     def renew(self, logical: Pages) -> None:
         """Give descriptors new serials and content epochs.  (C7.3, C7.6)"""
         at = self.free_runs.index_of(logical)
-        self.serial[at] = self._stamps(count_of(at))
-        self.renew_content(at)
+        self._serial[at] = self._stamps(count_of(at))
+        self._content[at] = self._stamps(count_of(at))
 
     def renew_content(self, logical: Pages) -> None:
         """Give descriptors new content epochs: their bytes change from now on.  (C7.6)"""
@@ -347,6 +369,10 @@ class LogicalPages:
             self._refuse(what, at, self.device[at] >= 0, "a page with a Device replica", "restore it first", "C7.7")
 
     # ---- helpers ----------------------------------------------------------------------------------
+
+    def _renew_trimmed(self) -> None:
+        self.renew(np.concatenate(self._trimmed))
+        self._trimmed.clear()  # last: an interrupt before it only renews them twice
 
     def _take(self, page_ids: Ids, first_block: int, after: int) -> tuple[Ids, Index]:
         logical = self.free_runs.take(page_ids.size, after)

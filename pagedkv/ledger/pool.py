@@ -26,8 +26,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.ledger.free_runs import FreeRuns, Ids, Index, highest, lowest
+
+NOTED_MAX = 256
+"""Trims after which their serials are renewed, whether or not somebody asks for them."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ class PagePool:
         capacity: page groups, ids 0 to capacity - 1; fixed.
         allocated, reserved, bound: page groups in these states; `bound` is part of `reserved`.
         serials: (capacity,) int64, 0 while an id is free.
+
+    Every trim makes leases stale, and mostly nobody has one.  So `dematerialize` only notes the ids, and `serials`
+    renews them when somebody reads it.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -55,8 +62,17 @@ class PagePool:
         self.reserved = 0
         self.bound = 0
         self.free_runs = FreeRuns(capacity)
-        self.serials = np.zeros(capacity, np.int64)
+        self._serials = np.zeros(capacity, np.int64)
         self._serial_next = 1
+        self._stale: list[Ids] = []
+
+    @property
+    def serials(self) -> npt.NDArray[np.int64]:
+        """Generations of the leases, the trimmed ones renewed."""
+        if self._stale:
+            self.renew(np.concatenate(self._stale))
+            self._stale.clear()  # last: an interrupt before it only renews them twice
+        return self._serials
 
     @property
     def available(self) -> int:
@@ -107,34 +123,36 @@ class PagePool:
         self.allocated -= ids.size
         self.bound += ids.size
         self.reserved += ids.size
-        self.renew(ids)
+        self._stale.append(ids)
+        if len(self._stale) == NOTED_MAX:
+            self.serials  # noqa: B018 - renews them
 
     def release(self, ids: Ids, *, leased: int) -> None:
         """Make distinct ids available; `leased` of them count as leases, the others as bound (S25, S35)."""
         bound = ids.size - leased
         assert 0 <= leased <= self.allocated, f"pool {self.name}: {leased} released of {self.allocated} leases"
         assert 0 <= bound <= self.bound, f"pool {self.name}: {bound} released of {self.bound} bound pages"
-        at = self.free_runs.index_of(ids)
-        assert self._holds(at), f"pool {self.name}: {ids.tolist()} released, which are not all held"
+        at, serials = self.free_runs.index_of(ids), self.serials
+        assert self._holds(at, serials), f"pool {self.name}: {ids.tolist()} released, which are not all held"
         if not isinstance(at, slice):
             at = np.sort(at)
             assert lowest(at[1:] - at[:-1]) > 0, f"pool {self.name}: {ids.tolist()} released, not distinct"
         self.allocated -= leased
         self.bound -= bound
         self.reserved -= bound
-        self.serials[at] = 0
+        serials[at] = 0
         self.free_runs.give(at)
 
     def renew(self, ids: Ids) -> None:
         """Give ids new serials, so that their earlier leases are stale.  (C6.1)"""
-        self.serials[self.free_runs.index_of(ids)] = np.arange(self._serial_next, self._serial_next + ids.size)
+        self._serials[self.free_runs.index_of(ids)] = np.arange(self._serial_next, self._serial_next + ids.size)
         self._serial_next += ids.size
 
-    def _holds(self, at: Index) -> bool:
+    def _holds(self, at: Index, serials: npt.NDArray[np.int64]) -> bool:
         """Say whether every id is one of this pool, bound or leased; a slice lies within the pool."""
         if isinstance(at, slice):
-            return at.start == at.stop or lowest(self.serials[at]) > 0
-        return 0 <= lowest(at) and highest(at) < self.capacity and lowest(self.serials[at]) > 0
+            return at.start == at.stop or lowest(serials[at]) > 0
+        return 0 <= lowest(at) and highest(at) < self.capacity and lowest(serials[at]) > 0
 
 
 def try_reserve_bundle(requests: SequenceOf[tuple[PagePool, int]]) -> PagePool | None:

@@ -14,11 +14,12 @@ is refused.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.errors import MisuseError, StaleHandle, shown
+from pagedkv.errors import Caught, MisuseError, StaleHandle, shown
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Sequences:
 
     Attributes:
         serials: (C,) int64, serial of the sequence that holds a row, 0 while it is free.
+        current: the handle of the sequence that holds each row, or None.
         budget_tokens: (C,) int32, tokens that the sequence may hold: source, prompt and output.
         stamp: changes whenever a sequence begins or ends; a batch checks its handles again only after that.  No two
             stores share a value, so the handles of another store's batch are checked too, and refused.
@@ -48,6 +50,7 @@ class Sequences:
     def __init__(self, rows: int, store_id: int) -> None:
         self.store_id = store_id
         self.serials = np.zeros(rows, np.int64)
+        self.current: list[Sequence | None] = [None] * rows
         self.budget_tokens = np.zeros(rows, np.int32)
         self.stamp = store_id << 32
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -55,7 +58,7 @@ class Sequences:
 
     def handles(self) -> list[Sequence]:
         """Return a handle of every active sequence, in ascending order of rows."""
-        return [Sequence(self.store_id, row, self.serials.item(row)) for row in self.active_rows()]
+        return [handle for handle in self.current if handle is not None]
 
     def active_rows(self) -> list[int]:
         """Return the leased rows in ascending order."""
@@ -84,16 +87,27 @@ class Sequences:
         serial = self._serial_next
         self._serial_next = serial + 1
         self.serials[row] = serial
+        self.current[row] = handle = Sequence(self.store_id, row, serial)
         self.budget_tokens[row] = budget_tokens
         self.stamp += 1
-        return Sequence(self.store_id, row, serial)
+        return handle
 
     def end(self, row: int) -> None:
         """End the sequence of a row, whose spaces were closed or detached, and return the row.  (C9.8)"""
         self.serials[row] = 0
+        self.current[row] = None
         self.budget_tokens[row] = 0
         self.return_row(row)
         self.stamp += 1
+
+    def require_all_current(self, sequences: tuple[Sequence, ...]) -> None:
+        """Refuse the first handle that `require_current` refuses; handles that the store made cost no call each."""
+        current = self.current
+        with Caught():  # something else than a handle may raise anything; the loop below refuses it
+            if all(map(operator.is_, [current[sequence.row] for sequence in sequences], sequences)):
+                return
+        for sequence in sequences:
+            self.require_current(sequence)
 
     def require_current(self, sequence: Sequence) -> None:
         """Refuse a handle of another store, or of a sequence that has ended.  (C10.1)"""

@@ -13,7 +13,7 @@ a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,25 +22,34 @@ from pagedkv.errors import MisuseError, UnitInFlight, shown
 from pagedkv.ledger.batch import Batch, EntryColumns
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Submission:
-    """One unit in flight: its rows in batch order and the columns that it may write in each pool.
+    """One unit in flight: its batch and the columns that it may write in each pool.
 
-    Made by `Store.begin_unit`.  `columns[pool]` is (B,) int32: how many columns entry b may write, from
-    `first_positions[pool][b]` on.  `Units` alone writes `is_open`.
+    Made by `Store.begin_unit`.  `first_positions[pool]` is (B,) int32: where the columns of each entry begin, in batch
+    order.  `Units` alone writes `is_open`.
     """
 
     number: int
     name: str
-    rows: npt.NDArray[np.int64]
-    rows_mask: int
+    batch: Batch
     written: dict[str, EntryColumns]
     first_positions: dict[str, npt.NDArray[np.int32]]
-    is_open: bool = field(default=True)
+    is_open: bool = True
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Execution rows in batch order, (B,)."""
+        return self.batch.rows
+
+    @property
+    def rows_mask(self) -> int:
+        """The rows as bits of one integer."""
+        return self.batch.rows_mask
 
     @property
     def columns(self) -> dict[str, npt.NDArray[np.int32]]:
-        """Columns that each entry may write, by pool."""
+        """Columns that each entry may write, (B,) int32, by pool."""
         return {pool: columns.by_entry for pool, columns in self.written.items()}
 
     @property
@@ -67,9 +76,9 @@ class Units:
         first_positions: dict[str, npt.NDArray[np.int32]],
     ) -> Submission:
         """Freeze the rows for a new unit; the caller has called `require_thawed`."""
-        assert not self.rows_in_flight & batch.rows_mask, "a row in flight is selected again"
-        unit = Submission(self._number_next, name, batch.rows, batch.rows_mask, written, first_positions)
-        self._number_next += 1
+        number = self._number_next
+        unit = Submission(number, name, batch, written, first_positions)
+        self._number_next = number + 1
         self.rows_in_flight |= batch.rows_mask
         self.in_flight.append(unit)
         return unit
@@ -77,7 +86,7 @@ class Units:
     def end(self, unit: Submission) -> None:
         """Thaw the rows of a unit that completed."""
         self.in_flight.remove(unit)
-        self.rows_in_flight &= ~unit.rows_mask
+        self.rows_in_flight &= ~unit.batch.rows_mask
         unit.is_open = False
 
     def require_open(self, unit: Submission, operation: str) -> None:

@@ -9,8 +9,8 @@
     context_d64, ...  context_attention.cu             PK_PROFILE, PK_HEAD_DIM  context_attention,
                                                                                 context_attention_merge
     page_moves        page_moves.cu                    -                        fill_pages, pack_pages, unpack_pages,
-                                                                                copy_columns, bf16_from_f32,
-                                                                                f32_from_bf16
+                                                                                copy_columns, set_entries,
+                                                                                bf16_from_f32, f32_from_bf16
     linear            linear.cu                        -                        linear_rows (the model runner's)
 
 Everything else (group size, page order, strides, counts) is a run-time argument, so that one module serves every
@@ -40,7 +40,8 @@ ENCODING_KERNELS = ("append_rows", "append_prefix", "encode_unrotated")
 ATTENTION_KERNELS = (*ENCODING_KERNELS, "causal_attention_decode", "causal_attention_merge",
                      "causal_attention_prefill")
 CONTEXT_KERNELS = ("context_attention", "context_attention_merge")
-PAGE_MOVE_KERNELS = ("fill_pages", "pack_pages", "unpack_pages", "copy_columns", "bf16_from_f32", "f32_from_bf16")
+PAGE_MOVE_KERNELS = ("fill_pages", "pack_pages", "unpack_pages", "copy_columns", "set_entries", "bf16_from_f32",
+                     "f32_from_bf16")
 
 SHIPPED_HEAD_DIMS_BF16: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
 SHIPPED_HEAD_DIMS_EVENTS: tuple[int, ...] = (128,)

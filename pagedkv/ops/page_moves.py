@@ -1,4 +1,4 @@
-"""Page moves: whole page groups filled, packed, unpacked, or copied in part; and conversions.  (C10.5, C14.4)
+"""Page moves: page groups filled, packed, unpacked, or copied in part; table entries; conversions.  (C10.5, C14.4)
 
 The planes of a call are (array, geometry) pairs.  Page ids are (n,) int32 on the device, 0 <= id < N.  The ops trust
 them; n = 0 does nothing.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagedkv.devices.protocol import Array, Stream
+from pagedkv.devices.protocol import Array, Kernel, Stream
 from pagedkv.errors import MisuseError, shown
 from pagedkv.ops.checks import check_array, check_memory, check_planes, is_array
 from pagedkv.ops.modules import HasKernels
@@ -21,6 +21,7 @@ from pagedkv.values.quantities import PAGE_TOKENS, ROW_ALIGN_BYTES, ceil_div
 CONVERT_THREADS = 256
 FILL_THREADS = 128
 MOVE_PAGES_THREADS = 128
+SET_THREADS = 256
 PAGES_MAX = 1 << 31
 """Page ids are int32 everywhere on a device (C11.1)."""
 
@@ -111,6 +112,18 @@ def copy_columns(
         arguments = (plane, np.int32(source), np.int32(destination), *_strides(geometry),
                      np.int32(columns * geometry.row_bytes))
         kernel.launch((geometry.kv_heads, 1, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
+
+
+def set_entries(kernel: Kernel, table: Array, entries: Array, count: int, blocks: np.int32, *, stream: Stream) -> None:
+    """Set single entries of a block table, in one launch; the store's own call, without checks.  (C11.2)
+
+    Args:
+        kernel: `set_entries` of the module of page moves.
+        table: (C, L) int32; blocks: L.
+        entries: int32: `count` rows, then as many blocks, then as many page ids; no entry stands twice.
+    """
+    grid = ((count + SET_THREADS - 1) // SET_THREADS, 1, 1)
+    kernel.launch(grid, (SET_THREADS, 1, 1), (table, entries, np.int32(count), blocks), stream)
 
 
 def bf16_from_f32(ops: HasKernels, destination: Array, source: Array, *, stream: Stream) -> None:

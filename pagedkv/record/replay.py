@@ -30,7 +30,7 @@ from pagedkv.values.config import config_from_json
 DEPTH_MAX = 200
 
 LINE_MAX = 1 << 26
-"""Characters of a line: a unit that maps all pages of a large store takes 8 for each."""
+"""Characters of a line: a unit that maps all pages of a large store takes about 20 for each."""
 
 PAGES_MAX = 1 << 23
 """Page groups and table entries of a replayed store: half a gigabyte of ledgers."""
@@ -172,8 +172,12 @@ class _Reader:
     def operations(self) -> Iterator[tuple[int, Words]]:
         """Yield the number and the object of each further line; their revisions must be 1, 2, 3 and so on."""
         for revision, (number, line) in enumerate(self._objects, start=1):
-            forms = {"revision": int, "operation": str, "arguments": dict, "state": dict}
-            if any(type(line.get(key)) is not form for key, form in forms.items()):
+            if "like" in line and "operation" not in line and "arguments" not in line:
+                line = {"operation": "begin_unit", "arguments": {}, **line}  # noqa: PLW2901 - as if it were in full
+            forms = {"revision": int, "operation": str, "arguments": dict}
+            left_out = {"state": {}, "like": 0}
+            if any(type(line.get(key)) is not form for key, form in forms.items()) or any(
+                    type(line.get(key, value)) is not type(value) for key, value in left_out.items()):
                 raise self.malformed(number, f"an operation with {', '.join(forms)}", line)
             if line["revision"] != revision:
                 raise self.malformed(number, f"revision {revision}", line["revision"])
@@ -225,6 +229,8 @@ class _Replay:
         self._reader = reader
         self._ledger, self._header_difference = reader.header()
         self._words = JournalWords(self._ledger)
+        self._state = self._words.state()
+        self._begun: tuple[int | None, Words] = (None, {})  # the last `begin_unit` in full, and its arguments
         self.checked = 0
 
     def run(self, check_every: int | None, *, first: int = 0, last: int | None = None) -> ReplayReport:
@@ -260,8 +266,10 @@ class _Replay:
             expected, got = line.get(what), outcome.get(what)
             if (what in line) != (what in outcome) or expected != got:
                 return _difference(line, what, expected, got)
+        self._words.name_batch(line["revision"])
+        self._state = line.get("state", self._state)
         state = self._words.state()
-        return None if state == line["state"] else _difference(line, "state", line["state"], state)
+        return None if state == self._state else _difference(line, "state", self._state, state)
 
     def check(self, line: Words) -> JournalDifference | None:
         """Check every invariant; skipped while a transaction is open, because its claims belong to no space yet."""
@@ -276,12 +284,18 @@ class _Replay:
 
     def _outcome(self, number: int, line: Words) -> Words:
         operation: Any = getattr(self._ledger, line["operation"])
+        revision, arguments = self._begun
+        if "like" in line and line["like"] != revision:
+            raise self._reader.malformed(number, "the revision of the last begin_unit in full", line["like"])
         try:
-            arguments = self._words.arguments_from(line["arguments"])
+            if "like" not in line:
+                arguments = self._words.arguments_from(line["arguments"])
         except PagedKVError as error:  # a target that no caller can make
             return refusal_words(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._reader.malformed(number, f"arguments of {line['operation']}", repr(error)) from error
+        if line["operation"] == "begin_unit" and "like" not in line:
+            self._begun = line["revision"], arguments
         with Caught() as caught:
             return self._words.outcome(line["revision"], arguments, operation(**arguments))
         assert caught.error is not None, "an operation returned no outcome and raised no error"

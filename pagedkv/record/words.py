@@ -4,7 +4,8 @@
     None, bool, int, str    the same value
     Sequence                {"sequence": [row, serial]}        plus the store's id, if the handle is of another store
     Continuation            {"continuation": [number]}         plus the store's id, likewise
-    Batch                   {"batch": [[row, serial], ...]}    plus the store's id, likewise
+    Batch                   {"batch": [[row, serial], ...]}    plus the store's id, likewise; in its first line
+                            {"batch": revision}                of that line, while it is one of the last `BATCHES_MAX`
     Submission              {"unit": number}                   null if the unit is not in flight
     Transaction             {"transaction": revision}          of the line that prepared it; null if it has ended
     ActivationTarget        {"target": {...}}
@@ -12,8 +13,11 @@
     the caller's state      {"state": true}                    false if None was passed, "follows" if STATE_FOLLOWS was
     anything else           {"opaque": repr}                   the operation refuses it, recorded or repeated
 
-The recorder has one `JournalWords` and the replay another; each remembers which revision prepared which transaction.
-Both describe answers with `outcome`, so the replay compares like with like.
+The recorder has one `JournalWords` and the replay another; each remembers which revision prepared which transaction,
+and which named which batch.  Both describe answers with `outcome`, so the replay compares like with like.
+
+Token counts of all rows of a unit are one number, `zlib.crc32` over their int32 bytes, pool after pool: a line has the
+same size whatever the number of rows, and a replay finds the first operation after which a row differs.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -43,6 +48,10 @@ INT_MAX = 1 << 62
 """A larger int is written as opaque: `json` raises at one of 5,000 digits, and the journal would end there."""
 
 
+BATCHES_MAX = 16
+"""Batches that a later line may name by number; the oldest is forgotten first."""
+
+
 INTEGER_DTYPE = re.compile("[<>|=]?[iub][1248]")
 
 
@@ -61,11 +70,14 @@ class JournalWords:
 
     Attributes:
         transactions: those that are neither committed nor aborted, by the revision that prepared them.
+        batches: the last ones, by the revision of the line that named them first.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.transactions: dict[int, Transaction] = {}
+        self.batches: dict[int, Batch] = {}
+        self._new_batch: Batch | None = None
 
     @property
     def store_id(self) -> int:
@@ -76,11 +88,21 @@ class JournalWords:
 
     def arguments(self, values: Mapping[str, object]) -> Words:
         """Return the arguments of an operation as JSON, by name; call it before the operation ends any handle."""
+        self._new_batch = None
         return {name: self._argument(name, value) for name, value in values.items()}
 
     def arguments_from(self, words: Words) -> Words:
         """Return arguments that an operation accepts or refuses like the recorded ones."""
+        self._new_batch = None
         return {name: self._value(value) for name, value in words.items()}
+
+    def name_batch(self, revision: int) -> None:
+        """Let `revision`, whose line is complete, name the first batch that its arguments hold in full."""
+        if self._new_batch is None:
+            return
+        self.batches[revision], self._new_batch = self._new_batch, None
+        if len(self.batches) > BATCHES_MAX:
+            del self.batches[next(iter(self.batches))]
 
     def _argument(self, name: str, value: object) -> object:
         if name == "state":
@@ -99,6 +121,11 @@ class JournalWords:
         if isinstance(value, Continuation):
             return {"continuation": self._numbers(value.store_id, value.number)}
         if isinstance(value, Batch):
+            for revision, known in self.batches.items():
+                if known is value:
+                    return {"batch": revision}
+            if self._new_batch is None:
+                self._new_batch = value
             return {"batch": [self._numbers(entry.store_id, entry.row, entry.serial) for entry in value.sequences]}
         if isinstance(value, Submission):
             return {"unit": value.number if value in self.ledger.units.in_flight else None}
@@ -136,7 +163,12 @@ class JournalWords:
             case "continuation":
                 return Continuation(value[1] if len(value) > 1 else self.store_id, value[0])
             case "batch":
-                return self._batch_from([self._sequence_from(entry) for entry in value])
+                if type(value) is int:
+                    return self.batches[value]
+                batch = self._batch_from([self._sequence_from(entry) for entry in value])
+                if self._new_batch is None:
+                    self._new_batch = batch
+                return batch
             case "unit":
                 return self._unit_from(value)
             case "transaction":
@@ -156,11 +188,12 @@ class JournalWords:
         """Return a batch whose handles the operation itself checks, as it did when it was recorded."""
         rows = np.array([sequence.row for sequence in sequences], np.int64)
         known = {row for row in rows.tolist() if 0 <= row < self.ledger.config.max_concurrency}
-        return Batch(tuple(sequences), rows, sum(1 << row for row in known), stamp=-1)
+        serials = np.array([sequence.serial for sequence in sequences], np.int64)
+        return Batch(tuple(sequences), rows, serials, rows, sum(1 << row for row in known), stamp=-1)
 
     def _unit_from(self, number: int | None) -> Submission:
         if number is None:
-            return Submission(0, "ended", np.zeros(0, np.int64), 0, {}, {}, is_open=False)
+            return Submission(0, "ended", self._batch_from([]), {}, {}, is_open=False)
         for unit in self.ledger.units.in_flight:
             if unit.number == number:
                 return unit
@@ -185,8 +218,10 @@ class JournalWords:
 
     def state(self) -> dict[str, list[int]]:
         """Return (allocated, reserved, available) pages of every pool.  (C6.2)"""
-        pools = [spaces.pool for spaces in self.ledger.active.values()]
-        return {pool.name: [pool.allocated, pool.reserved, pool.available] for pool in pools}
+        words = {}
+        for name, spaces in self.ledger.active.items():
+            words[name] = [spaces.pool.allocated, spaces.pool.reserved, spaces.pool.available]
+        return words
 
     def _answer(self, answer: object) -> object:
         if isinstance(answer, bool | int):
@@ -209,17 +244,16 @@ class JournalWords:
             return {"short": [[sequence.row, sequence.serial] for sequence in answer]}
         if isinstance(answer, tuple):
             unit, slices = answer
-            return {"unit": unit.number, "slices": self._slices(slices),
-                    "first_positions": {name: first.tolist() for name, first in unit.first_positions.items()}}
+            words = {"unit": unit.number, "first_positions": self.first_positions(unit)}
+            return {**words, "slices": self.slices(slices)} if slices else words
         assert isinstance(answer, dict), f"no words for {answer!r}"
-        return {"slices": self._slices(answer)}
+        return {"slices": self.slices(answer)}
 
     def _frontiers_moved(self, arguments: Mapping[str, object]) -> object:
         """Return the frontiers of the first handle in the arguments, or None if they hold no handle."""
         for value in arguments.values():
             if isinstance(value, Submission):
-                return {"frontiers": {name: spaces.committed_end[value.rows].tolist()
-                                      for name, spaces in self.ledger.active.items()}}
+                return {"frontiers": self.frontiers(value)}
             if isinstance(value, Sequence):
                 return {"frontiers": self._row_frontiers(value.row)}
             if isinstance(value, Continuation) and value.number in self.ledger.continuations.states:
@@ -235,15 +269,30 @@ class JournalWords:
     def _row_frontiers(self, row: int) -> dict[str, int]:
         return {name: int(spaces.committed_end[row]) for name, spaces in self.ledger.active.items()}
 
-    def _slices(self, slices: PoolSlices) -> dict[str, list[list[object]]]:
-        """Return, per pool, [row, first block, page ids] of each slice."""
-        return {
-            name: [
-                [row, first, self.ledger.active[name].table[row, first : first + count].tolist()]
-                for row, first, count in new_slices.each()
-            ]
-            for name, new_slices in slices.items()
-        }
+    def first_positions(self, unit: Submission) -> int:
+        """Return one number for the first positions of a unit, in batch order in every pool that it writes."""
+        total = 0
+        for first in unit.first_positions.values():
+            total = crc32(first, total)  # type: ignore[arg-type]  # an array is a buffer
+        return total
+
+    def frontiers(self, unit: Submission) -> int:
+        """Return one number for the committed frontiers of a unit's rows, in batch order in every pool."""
+        total, index = 0, unit.batch.index
+        for spaces in self.ledger.active.values():
+            total = crc32(spaces.committed_end[index], total)  # type: ignore[arg-type]
+        return total
+
+    def slices(self, slices: PoolSlices) -> dict[str, list[int]]:
+        """Return, per pool, row, block and page id of each new table entry, one after the other."""
+        words = {}
+        for name, new_slices in slices.items():
+            words[name] = entries = list[int]()
+            page_id = self.ledger.active[name].table.item
+            rows, blocks = new_slices.flat()
+            for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
+                entries += (row, block, page_id(row, block))
+        return words
 
 
 def refusal_words(error: BaseException) -> Words:

@@ -12,11 +12,13 @@ the access of each fault, whoever launched the work (`devices/users.py`).  So no
 from __future__ import annotations
 
 import os
-import threading
+import weakref
+from threading import get_ident
 
 from pagedkv.devices.protocol import DeviceState
 from pagedkv.errors import BrokenOff, DeviceFault, MisuseError, PagedKVError, StoreLatched
 from pagedkv.ledger.ledger import Ledger
+from pagedkv.record.journal import Journal
 
 
 class Access:
@@ -27,14 +29,16 @@ class Access:
         fault: the first device error, which latched the store.
     """
 
-    def __init__(self, ledger: Ledger, device: DeviceState) -> None:
+    def __init__(self, ledger: Ledger, device: DeviceState, journal: Journal | None) -> None:
         self.is_closed = False
         self.fault: DeviceFault | None = None
         self._ledger = ledger
         self._device = device
+        self._journal = journal
+        self._unwritten: list[bytes] = [] if journal is None else journal.waiting
         self._broken_off: BrokenOff | None = None
-        self._thread = threading.get_ident()
-        self._process = os.getpid()
+        self._thread = get_ident()
+        _accesses.add(self)
 
     def enter(self, operation: str, *, reaches_device: bool = False) -> None:
         """Refuse a call of another thread or process, of a closed or latched store, or one that a capture forbids.
@@ -42,8 +46,10 @@ class Access:
         `reaches_device`: the call submits work or waits for it.  A replay must not repeat it (C11.2), and CUDA refuses
         most of it while any stream of the device captures, so nothing of it begins.
         """
-        if threading.get_ident() != self._thread or os.getpid() != self._process:
+        if get_ident() != self._thread:
             self.require_owner(operation)
+        if self._unwritten and operation != "begin_unit":  # which writes what waits together with its own line
+            self.write_journal()
         if self.is_closed:
             raise MisuseError(operation, expected="an open store", got="a closed one",
                               remedy="open a new store", clause="C12.4")
@@ -56,9 +62,18 @@ class Access:
 
     def require_owner(self, operation: str) -> None:
         """Refuse a call of another thread or process."""
-        if threading.get_ident() != self._thread or os.getpid() != self._process:
+        if get_ident() != self._thread:
             raise MisuseError(operation, expected="the thread and process that opened the store", got="another",
                               remedy="use one store per thread, and none across fork", clause="C12.4")
+
+    def note_fork(self) -> None:
+        """Refuse every thread of a child process; asking for the process at every call would take half of its time."""
+        self._thread = 0
+
+    def write_journal(self) -> None:
+        """Write the decisions of earlier calls; a call of another thread or process writes nothing."""
+        if self._journal is not None and self._unwritten and get_ident() == self._thread:
+            self._journal.flush()
 
     def latch(self, fault: DeviceFault) -> None:
         """Stop the store after a device error; the first one becomes the evidence."""
@@ -68,6 +83,7 @@ class Access:
     @property
     def evidence(self) -> PagedKVError | None:
         """The device error, or the operation that broke off, that latched the store."""
+        self.write_journal()
         if self.fault is not None:
             return self.fault
         operation = self._ledger.unsettled
@@ -80,3 +96,14 @@ class Access:
                 remedy="close the store, whose ledgers and device tables may differ, and open a new one",
             )
         return self._broken_off
+
+
+_accesses: weakref.WeakSet[Access] = weakref.WeakSet()
+
+
+def _note_fork_everywhere() -> None:
+    for access in list(_accesses):
+        access.note_fork()
+
+
+os.register_at_fork(after_in_child=_note_fork_everywhere)

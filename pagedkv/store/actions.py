@@ -4,8 +4,7 @@
     copy_tails             committed columns of partial tails   page group -> page group, in every plane of a pool
     publish_memberships    the whole row of an activation       ledger -> device table, after its tails
 
-Each action is queued in stream order; only `check_tables` waits.  `publish` loops over rows in Python, but only over
-rows that crossed a page.
+Each action is queued in stream order; only `check_tables` waits.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pagedkv.devices.protocol import Array, Device, Stream
-from pagedkv.ledger.active_spaces import ActiveSpaces
+from pagedkv.ledger.active_spaces import ActiveSpaces, TableSlices
 from pagedkv.ledger.free_runs import Ids
 from pagedkv.ledger.ledger import PoolSlices
 from pagedkv.ledger.transaction import TailCopy
 from pagedkv.ops.ops import Ops
+from pagedkv.ops.page_moves import set_entries
 from pagedkv.store.sanitizer import Sanitizer
 from pagedkv.values.planes import PlaneGeometry
 
@@ -31,6 +31,7 @@ class Actions:
         ops, device, stream, sanitizer: of the store.
         planes: per pool, every plane with its geometry, in ordinal order.
         tables: per pool, (C, L) int32 on the device.
+        entries: (3 * C,) int32 on the device: table entries on their way to a table.
         active: per pool, the active spaces of the ledger; only read.
 
     Attributes:
@@ -39,7 +40,7 @@ class Actions:
 
     def __init__(
         self, ops: Ops, device: Device, stream: Stream, planes: Mapping[str, Sequence[tuple[Array, PlaneGeometry]]],
-        tables: Mapping[str, Array], active: Mapping[str, ActiveSpaces], sanitizer: Sanitizer | None,
+        tables: Mapping[str, Array], entries: Array, active: Mapping[str, ActiveSpaces], sanitizer: Sanitizer | None,
     ) -> None:
         self.published_slices = 0
         self._ops = ops
@@ -47,24 +48,44 @@ class Actions:
         self._stream = stream
         self._planes = planes
         self._tables = tables
+        self._entries = entries
+        self._set_entries_kernel = ops.kernels.page_moves()["set_entries"]
         self._active = active
         self._sanitizer = sanitizer
 
     def close(self) -> None:
         """Let go of the store's arrays."""
-        self._planes, self._tables, self._sanitizer = {}, {}, None
+        self._planes, self._tables, self._entries, self._sanitizer = {}, {}, None, None
 
     def publish(self, slices: PoolSlices) -> None:
-        """Copy each new slice of each row to the device table, and record an event for it.  (C11.2)"""
+        """Copy new slices to the device tables, and record an event for each.  (C11.2)
+
+        One row is one copy.  Several rows are one copy of a list and one launch that sets its entries.
+        """
         for pool, new_slices in slices.items():
-            spaces = self._active[pool]
-            for row, first, count in new_slices.each():
-                blocks = slice(first, first + count)
-                self._device.copy(self._tables[pool][row, blocks], spaces.table[row, blocks].copy(), self._stream)
-                self.published_slices += 1
+            spaces, table = self._active[pool], self._tables[pool]
+            rows, first_blocks, _, pages = new_slices
+            if rows.size == 1:
+                row, first = rows.item(0), first_blocks.item(0)
+                blocks = slice(first, first + pages)
+                self._device.copy(table[row, blocks], spaces.table[row, blocks].copy(), self._stream)
+            else:
+                self._set_entries(table, spaces, new_slices)
+            self.published_slices += rows.size
             if self._sanitizer is not None:
                 self._sanitizer.poison(pool, new_slices)
             spaces.events.record_slices("publish", new_slices, spaces.table)
+
+    def _set_entries(self, table: Array, spaces: ActiveSpaces, new_slices: TableSlices) -> None:
+        """Send a list of entries to the device and set them there, as many at once as its buffer holds."""
+        rows, blocks, page_ids = spaces.entries(new_slices)
+        width, most = np.int32(spaces.blocks), self._entries.size // 3
+        for first in range(0, new_slices.pages, most):
+            part = slice(first, first + most)
+            entries = np.concatenate((rows[part], blocks[part], page_ids[part]), dtype=np.int32)
+            on_device = self._entries[: entries.size]
+            self._device.copy(on_device, entries, self._stream)
+            set_entries(self._set_entries_kernel, table, on_device, entries.size // 3, width, stream=self._stream)
 
     def publish_memberships(self, row: int, tables: Mapping[str, Ids]) -> None:
         """Copy the whole membership of an activated row to the device table of each pool.  (C11.2)"""

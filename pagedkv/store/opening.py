@@ -28,8 +28,9 @@ def open_store(
 
     Args:
         journal: records every decision of the ledger as a JSON line, for `replay_journal`.  A path, whose file is
-            overwritten and closed with the store, or an open text file.  If a line cannot be written, that is logged
-            and the journal ends; operations stay valid, and `close` raises JournalFailed.
+            overwritten and closed with the store, or an open text file.  The lines of a call are written before the
+            next call returns.  If a line cannot be written, that is logged and the journal ends; operations stay valid,
+            and `close` raises JournalFailed.
 
     Several stores of one thread may be opened on one Device.  What they share, and what is refused, is in `Store`.
 

@@ -59,7 +59,14 @@ from pagedkv.store.actions import Actions
 from pagedkv.store.sanitizer import Sanitizer
 from pagedkv.values.checks import checked_counts, checked_integer, checked_items
 from pagedkv.values.config import StoreConfig
-from pagedkv.values.layout import ATTENTION_WORKSPACE, CONTROL_EGRESS, CONTROL_INGRESS, StoreLayout, build_layout
+from pagedkv.values.layout import (
+    ATTENTION_WORKSPACE,
+    CONTROL_EGRESS,
+    CONTROL_INGRESS,
+    TABLE_ENTRIES,
+    StoreLayout,
+    build_layout,
+)
 from pagedkv.values.planner import CapacityPlan
 from pagedkv.values.profiles import CODEC_EVENTS, ROLES
 
@@ -109,11 +116,11 @@ class Store:
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
         self._ledger = _build_ledger(config)
-        self._access = Access(self._ledger, device.state)
+        self._access = Access(self._ledger, device.state, journal)
         device.state.users.join(self._access)
         self._journal = journal
         if journal is not None:
-            self._ledger.record_in(JournalRecorder(self._ledger, journal))
+            self._ledger.record_in(JournalRecorder(self._ledger, journal, defers=True))
         self._slabs: dict[str, Array] = {
             slab.name: (device.empty if slab.is_scratch else device.zeros)(slab.shape, slab.dtype, name=slab.name)
             for slab in self.layout.slabs
@@ -142,8 +149,8 @@ class Store:
         if config.sanitizer:
             self.sanitizer = Sanitizer(self.ops, device, self.stream, planes, self.block_tables, self._ledger.active,
                                        latch=self._access.latch, scratch=self.control_ingress[:1])
-        self._actions = Actions(self.ops, device, self.stream, planes, self.block_tables, self._ledger.active,
-                                self.sanitizer)
+        self._actions = Actions(self.ops, device, self.stream, planes, self.block_tables,
+                                self._slabs[TABLE_ENTRIES], self._ledger.active, self.sanitizer)
 
     # ---- entering, closing, latching ----------------------------------------------------------------------
 
@@ -248,6 +255,7 @@ class Store:
         Raises:
             MisuseError: `fault` is no DeviceFault.
         """
+        self._access.write_journal()
         if not isinstance(fault, DeviceFault):
             raise MisuseError("latch", expected="a DeviceFault", got=shown(fault),
                               remedy="pass the error that the device raised", clause="C12.4")
@@ -496,8 +504,10 @@ class Store:
             MisuseError: no sequence, or one twice.
         """
         self._access.enter("batch")
-        return self._ledger.batch(checked_items("a batch", sequences, expected="sequences in batch order",
-                                                remedy="pass a list, of one sequence too", clause="C11.3"))
+        if type(sequences) is not tuple:
+            sequences = checked_items("a batch", sequences, expected="sequences in batch order",
+                                      remedy="pass a list, of one sequence too", clause="C11.3")
+        return self._ledger.batch(sequences)
 
     def layer_view(self, sequence: Sequence, pool: str = "main", layer: int = 0) -> PagedKVLayerView:
         """Return the view of one layer for one sequence: every op takes it without `table_rows`, for B = 1.  (C14.1)
@@ -549,9 +559,12 @@ class Store:
             CaptureRefused: the stream is capturing, and a replay must not repeat the publication.
             The error of a failed publication: the pages are members already, so the store is latched (C12.4).
         """
-        self._access.enter("begin_unit", reaches_device=True)
-        by_pool = _counts_by_pool(columns)
-        unit, slices = self._ledger.begin_unit(name, batch, by_pool)
+        try:
+            self._access.enter("begin_unit", reaches_device=True)
+            unit, slices = self._ledger.begin_unit(name, batch, _counts_by_pool(columns))
+        except BaseException:
+            self._access.write_journal()
+            raise
         if slices:
             self._actions.publish(slices)
         self._settle()
@@ -607,12 +620,12 @@ class Store:
             MisuseError: the unit was not waited for, has ended, or wrote fewer columns; nothing changed.
         """
         self._access.enter("commit", reaches_device=self.sanitizer is not None)
-        by_pool = {} if accepted is None else _counts_by_pool(accepted)
-        self._ledger.units.require_open(unit, "commit")
-        if unit.number not in self._completed:
+        by_pool = None if accepted is None else _counts_by_pool(accepted)
+        if type(unit) is not Submission or unit.number not in self._completed:
+            self._ledger.units.require_open(unit, "commit")
             raise MisuseError(f"commit of unit {unit.label}", expected="a unit the device has finished",
                               got="one that was not waited for", remedy="call wait(unit), or poll()", clause="C12.3")
-        self._ledger.commit_unit(unit, None if accepted is None else by_pool)
+        self._ledger.commit_unit(unit, by_pool)
         self._completed.discard(unit.number)
         self._events.pop(unit.number, None)
         self._settle()  # an abort takes effect here
@@ -779,12 +792,14 @@ class Store:
     @property
     def graph_bytes(self) -> int:
         """Bytes of the buffers of `graph_buffer` that somebody still uses; the plan holds an allowance for them."""
+        self._access.write_journal()
         buffers = (known() for known in self._graph_buffers)
         return sum(int(buffer.nbytes) for buffer in buffers if buffer is not None)
 
     @property
     def published_slices(self) -> int:
         """Table slices copied to the device so far.  (C11.2)"""
+        self._access.write_journal()
         return self._actions.published_slices
 
     def check(self) -> None:
@@ -802,6 +817,7 @@ class Store:
 
     def memory_summary(self) -> dict[str, dict[str, int]]:
         """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; a latched store answers too."""
+        self._access.write_journal()
         summary = {}
         for pool in self.config.pools:
             counters = self._ledger.active[pool.name].pool
@@ -842,6 +858,7 @@ class Store:
         Events count whether or not anybody observes them.  Bytes are the sizes of the page groups in all planes, also
         for "publish", which copies only their table entries.
         """
+        self._access.write_journal()
         counts: dict[str, dict[str, dict[str, int]]] = {}
         for pool in self.config.pools:
             pages, page_bytes = self._ledger.active[pool.name].events.pages, pool.page_bytes
@@ -924,6 +941,10 @@ def _counts(columns: Columns) -> Columns:
 
 def _counts_by_pool(columns: Columns | Mapping[str, Columns]) -> dict[str, Columns]:
     """Read the columns of each pool once; those without a pool are Main's."""
+    if type(columns) is int:
+        return {"main": columns}
+    if type(columns) is dict:
+        return {pool: given if type(given) is int else _counts(given) for pool, given in columns.items()}
     if isinstance(columns, Mapping):
         by_pool: dict[str, Columns] | None = None
         with Caught() as caught:

@@ -40,6 +40,7 @@ ALIGNMENT_BYTES = SLAB_ALIGN_BYTES - 1
 
 CONTROL_INGRESS = "control.ingress"
 CONTROL_EGRESS = "control.egress"
+TABLE_ENTRIES = "control.table_entries"
 ATTENTION_WORKSPACE = "attention.workspace"
 
 
@@ -162,6 +163,8 @@ def _unit_slabs(config: StoreConfig, pools: tuple[PoolConfig, ...]) -> list[Slab
     slabs = [
         Slab("control buffers", CONTROL_INGRESS, (ingress,), np.dtype(np.int32)),
         Slab("control buffers", CONTROL_EGRESS, (egress,), np.dtype(np.int32)),
+        # A row, a block and a page id for each row of a step that crosses a page.
+        Slab("control buffers", TABLE_ENTRIES, (3 * config.max_concurrency,), np.dtype(np.int32), is_scratch=True),
     ]
     workspace = max(_workspace_bytes(config, pool) for pool in pools)
     if workspace:

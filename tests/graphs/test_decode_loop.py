@@ -149,7 +149,7 @@ def test_a_running_sequence_that_was_finished_is_stale_and_nothing_is_delivered(
         ended = prefilled(loop, prompt(10, 1), 1)
         store.finish(ended)
         assert [1] == [len(tokens) for tokens in loop.step([ended]).values()], "no error: it had ended by then"
-        assert ({}, "length") == (loop.step([ended]), loop.finish_reason(ended))
+        assert (0, "length") == (len(loop.step([ended])), loop.finish_reason(ended))
 
 
 def test_a_server_that_never_forgets_keeps_one_sequence_a_row() -> None:
@@ -165,7 +165,7 @@ def test_a_server_that_never_forgets_keeps_one_sequence_a_row() -> None:
             again = store.activate(source=saved, keep_source=False, prompt_tokens=0, output_tokens=4)
             loop.resume(again, last)
 
-            assert set(loop._outputs) == {again, sequences[1]}
+            assert set(loop._outputs.handles) == {again, sequences[1]}
             with pytest.raises(pk.MisuseError, match="prefill or resume first"):
                 loop.finish_reason(sequences[0])
             assert 3 == len(decode_all(loop, [again])[0]), "the pending token is one of four"

@@ -19,8 +19,8 @@ from pagedkv.ledger.ledger import Ledger
 
 PLAIN = frozenset({type(None), bool, int, float, str, bytes, slice})
 
-UNSEEN = frozenset({"config", "_crossing"})
-"""Attributes that no snapshot holds: a frozen value, and a scratch buffer that no call reads before it writes."""
+UNSEEN = frozenset({"config", "_crossing", "_unit_ends", "_is_beyond", "is_beyond", "_last_batch", "_uniform"})
+"""Attributes that no snapshot holds: a frozen value, buffers that no call reads before it writes, and caches."""
 
 
 def runs_of(free: FreeRuns) -> list[tuple[int, int]]:
@@ -55,7 +55,7 @@ def observables(ledger: Ledger) -> object:
 
     A claim that is given back leaves exactly this as it was; serials that were handed out stay handed out.
     """
-    hidden = {"_serial_next", "_stamp_next", "_starts", "_ends", "content", "unsettled"}
+    hidden = {"_serial_next", "_stamp_next", "_starts", "_ends", "_content", "unsettled"}
 
     def strip(value: object) -> object:
         if isinstance(value, dict):

@@ -9,7 +9,8 @@ import pytest
 
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
 from pagedkv.ledger import active_spaces
-from pagedkv.ledger.active_spaces import KEEP_ALL, UNMAPPED, ActiveSpaces, TableSlices, Tokens
+from pagedkv.ledger.active_spaces import UNMAPPED, ActiveSpaces, TableSlices, Tokens
+from pagedkv.ledger.batch import Batch, Columns
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.pages import LogicalPages
 from pagedkv.ledger.pool import DevicePageLease, PagePool
@@ -51,15 +52,20 @@ def per_row(*values: int) -> Tokens:
 def written(mapped_tokens: int, committed: int, **options: int) -> ActiveSpaces:
     """Return spaces of two rows with 4 pages each, of which row 0 has mapped and committed tokens."""
     spaces = make_spaces(4, 4, **options)
-    spaces.ensure_mapped_to_tokens(per_row(mapped_tokens, 0))
+    map_to(spaces, mapped_tokens, 0)
     spaces.commit(per_row(committed, 0))
     return spaces
 
 
-def trim_to(spaces: ActiveSpaces, *keep_tokens: int) -> int:
-    """Trim every row behind max(committed, keep_tokens); return how many pages went back."""
-    slices = spaces.trailing_pages(per_row(*keep_tokens))
-    return 0 if slices is None else spaces.trim(slices)
+def map_to(spaces: ActiveSpaces, *tokens: int) -> TableSlices | None:
+    """Map positions [0, tokens) of each row, as a unit does that ends there."""
+    spaces.reaches_new_pages(np.maximum(per_row(*tokens) - spaces.committed_end, 0))
+    return spaces.map_reached(is_one_page=False)
+
+
+def trim_to(spaces: ActiveSpaces, provisional: int) -> int:
+    """Trim row 0 behind its committed and some provisional tokens; return how many pages went back."""
+    return spaces.trim(slice(0, 1), per_row(provisional))
 
 
 def truncate(spaces: ActiveSpaces, tokens: int) -> None:
@@ -110,12 +116,12 @@ def test_a_frontier_lies_at_any_offset_and_alone_says_what_is_covered(tokens: in
 def test_ensure_is_a_lower_bound() -> None:
     """63, then 71, then 64 tokens: 1, 2 and 2 pages; it never shrinks, and what is enough publishes nothing.  (C9.3)"""
     spaces = make_spaces(4)
-    slices = [slices_of(spaces.ensure_mapped_to_tokens(per_row(tokens, 0))) for tokens in (0, 63, 71, 64)]
+    slices = [slices_of(map_to(spaces, tokens, 0)) for tokens in (0, 63, 71, 64)]
     assert slices == [[], [(0, 0, 1)], [(0, 1, 1)], []]
     before = snapshot(spaces)
 
     for tokens in (0, 1, 64, 127, 128):
-        assert spaces.ensure_mapped_to_tokens(per_row(tokens, 0)) is None
+        assert map_to(spaces, tokens, 0) is None
     assert_unchanged(before, spaces)
     assert ends(spaces) == [0, 128, 256, 256]
 
@@ -124,14 +130,15 @@ def test_need_beyond_the_entitlement_is_refused_for_all_rows() -> None:
     """Each row that is over is in `rows`, the first in the text; a row beside them could be mapped.  (C9.3)"""
     spaces = make_spaces(4, 3, 1, rows=3)
 
-    for tokens, over in ((per_row(100, 193, 0), [1]), (per_row(100, 193, 65), [1, 2])):
+    rows = np.arange(3)
+    for tokens, over in (((100, 193, 0), [1]), ((100, 193, 65), [1, 2])):
         with refused(EntitlementExceeded, "C9.3", spaces, match="row 1 .* 193 tokens.* at most 192 tokens") as caught:
-            spaces.require_entitled(tokens)
+            spaces.require_entitled(rows, per_row(*tokens))
         assert caught.value.fields == {"rows": over}
-        with broken(spaces, match="mapped beyond their entitlement"):
-            spaces.ensure_mapped_to_tokens(tokens)
-    spaces.require_entitled(per_row(100, 192, 64))
-    spaces.ensure_mapped_to_tokens(per_row(100, 192, 64))
+        assert spaces.reaches_new_pages(per_row(*tokens))
+        assert not spaces.is_writable()
+    spaces.require_entitled(rows, per_row(100, 192, 64))
+    map_to(spaces, 100, 192, 64)
     assert [spaces.membership_pages(row) for row in range(3)] == [2, 3, 1]
 
 
@@ -140,7 +147,7 @@ def test_mapping_moves_reservation_to_allocation_of_its_own_space() -> None:
     spaces = make_spaces(4, 2)
     seen = []
     for tokens in ((64, 0), (0, 65), (256, 128)):
-        spaces.ensure_mapped_to_tokens(per_row(*tokens))
+        map_to(spaces, *tokens)
         seen.append(state(spaces))
 
     assert seen == [(1, 5, 2), (3, 3, 2), (6, 0, 2)]
@@ -151,7 +158,7 @@ def test_every_writable_page_has_one_writer_and_one_reference() -> None:
     """Interleaved growth keeps neighbouring ids together; each page names its row and block.  (C3.6, C7.5, C16.7)"""
     spaces = make_spaces(4, 4)
     for tokens in (64, 128, 192, 256):
-        spaces.ensure_mapped_to_tokens(per_row(tokens, tokens))
+        map_to(spaces, tokens, tokens)
 
     for row, page_ids in ((0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])):
         assert spaces.mapped_ids(row).tolist() == of_pages(spaces, "device", row) == page_ids
@@ -167,15 +174,15 @@ def test_ids_are_bound_in_windows_and_never_beyond_the_entitlement() -> None:
     """64 pages at a time, then the rest; a prefill chunk binds what it needs; bound ids count as reserved.  (C6.5)"""
     spaces = make_spaces(70, pages=100, blocks=80)
 
-    spaces.ensure_mapped_to_tokens(per_row(1, 0))
+    map_to(spaces, 1, 0)
     assert (ends(spaces), state(spaces)) == ([0, 64, 64 * 64, 70 * 64], (1, 69, 30))
-    spaces.ensure_mapped_to_tokens(per_row(64 * 64 + 1, 0))
+    map_to(spaces, 64 * 64 + 1, 0)
     assert (ends(spaces), state(spaces)) == ([0, 65 * 64, 70 * 64, 70 * 64], (65, 5, 30))
     assert spaces.mapped_ids(0).tolist() == list(range(65))
     spaces.commit(per_row(64 * 64 + 1, 0))
     assert spaces.committed_columns(spaces.members[0, 62:66]).tolist() == [64, 64, 1, 0]
     prefill = make_spaces(200, pages=200, blocks=200)
-    assert slices_of(prefill.ensure_mapped_to_tokens(per_row(150 * 64, 0))) == [(0, 0, 150)]
+    assert slices_of(map_to(prefill, 150 * 64, 0)) == [(0, 0, 150)]
     assert ends(prefill)[2] == 150 * 64
 
 
@@ -183,11 +190,11 @@ def test_a_later_window_continues_the_ids_of_the_earlier_one(monkeypatch: pytest
     """Windows of two pages: the next one takes the id after the last, not a lower run that fits too.  (C3.6, C6.5)"""
     monkeypatch.setattr(active_spaces, "WINDOW_PAGES", 2)
     spaces = make_spaces(0, 2, pages=9)
-    spaces.ensure_mapped_to_tokens(per_row(0, 64))
+    map_to(spaces, 0, 64)
     open_space(spaces, 0, 4)
-    spaces.ensure_mapped_to_tokens(per_row(64, 0))
+    map_to(spaces, 64, 0)
     spaces.close(1)
-    spaces.ensure_mapped_to_tokens(per_row(192, 0))
+    map_to(spaces, 192, 0)
 
     assert runs_of(spaces.pool.free_runs) == [(0, 2), (6, 9)]
     assert (spaces.mapped_ids(0).tolist(), spaces.table[0].tolist()) == ([2, 3, 4], [2, 3, 4, 5])
@@ -200,7 +207,7 @@ def test_a_later_window_continues_the_ids_of_the_earlier_one(monkeypatch: pytest
 def test_commit_advances_by_what_was_accepted(tokens: int) -> None:
     """Row by row; no other column moves, and nothing is withdrawn.  (C9.5, C7.6)"""
     spaces = make_spaces(4, 4)
-    spaces.ensure_mapped_to_tokens(per_row(128, 128))
+    map_to(spaces, 128, 128)
     contents = of_pages(spaces, "content")
     spaces.commit(per_row(5, 1))
     spaces.commit(per_row(tokens, 0))
@@ -209,31 +216,33 @@ def test_commit_advances_by_what_was_accepted(tokens: int) -> None:
     assert of_pages(spaces, "content") == contents
 
 
-@pytest.mark.parametrize("accepted", [29, 64, 2**30])
-def test_a_commit_beyond_the_membership_moves_no_row(accepted: int) -> None:
-    """100 of 128 mapped tokens are committed; `column_counts` refuses what is negative.  (C9.5)"""
-    spaces = written(128, 100)
-
-    with broken(spaces, match="a commit beyond the membership"):
-        spaces.commit(per_row(accepted, 0))
-    spaces.commit(per_row(28, 0))
-
-
 @pytest.mark.parametrize(("committed", "provisional", "kept"), [
-    (0, 0, 0), (0, 1, 1), (1, 0, 1), (63, 0, 1), (64, 0, 1), (65, 0, 2), (64, 65, 2), (65, 64, 2), (10, 129, 3),
-    (128, 5, 2),
+    (0, 0, 0), (0, 1, 1), (1, 0, 1), (63, 0, 1), (63, 1, 1), (63, 2, 2), (64, 0, 1), (65, 0, 2), (64, 65, 3),
+    (10, 119, 3), (128, 0, 2), (128, 2**30 - 1, 4),
 ])
 def test_trim_returns_what_neither_frontier_nor_provisional_needs(committed: int, provisional: int, kept: int) -> None:
-    """ceil(max(committed, provisional) / P) pages stay, the others are reserved; a row on hold stays.  (C9.6)"""
+    """ceil((committed + provisional) / P) pages stay, the others are reserved; another row stays.  (C9.6)"""
     spaces = written(256, committed)
-    spaces.ensure_mapped_to_tokens(per_row(0, 256))
+    map_to(spaces, 0, 256)
     assert state(spaces) == (8, 0, 0)
 
-    assert trim_to(spaces, provisional, int(KEEP_ALL)) == 4 - kept
+    assert trim_to(spaces, provisional) == 4 - kept
     assert (ends(spaces), state(spaces)) == ([committed, kept * 64, 256, 256], (4 + kept, 4 - kept, 0))
     assert ends(spaces, 1) == [0, 256, 256, 256]
-    assert trim_to(spaces, provisional, int(KEEP_ALL)) == 0
-    assert trim_to(spaces, provisional, 0) == 4
+    assert trim_to(spaces, provisional) == 0
+    assert spaces.trim(slice(0, 2)) == 4 + kept - -(-committed // 64)
+
+
+@pytest.mark.parametrize("provisional", [1, 70, 200])
+def test_what_provisional_columns_kept_is_trimmed_later(provisional: int) -> None:
+    """Nothing trails behind them: this does not end what a later trim looks for.  (C9.6)"""
+    spaces = written(256, 60)
+    first, again = (trim_to(spaces, provisional) for _ in range(2))
+
+    assert (again, spaces.trim(slice(0, 1))) == (0, 3 - first)
+    assert spaces.trim(slice(0, 2)) == 0
+    map_to(spaces, 65, 1)
+    assert spaces.trim(slice(0, 2)) == 2
 
 
 def test_a_trimmed_page_comes_back_as_another_page() -> None:
@@ -242,11 +251,12 @@ def test_a_trimmed_page_comes_back_as_another_page() -> None:
     kept, trimmed = spaces.lease(0, 0), spaces.lease(0, 1)
     before = {name: of_pages(spaces, name) for name in ("serial", "content")}
 
-    trim_to(spaces, 0, 0)
+    trim_to(spaces, 0)
+    assert spaces.pool.serials[trimmed.page_id] != trimmed.serial
     for _ in range(2):
         with refused(StaleHandle, "C6.1", spaces):
             spaces.require_current(trimmed)
-        spaces.ensure_mapped_to_tokens(per_row(65, 0))
+        map_to(spaces, 65, 0)
     spaces.require_current(kept)
     assert spaces.lease(0, 1).page_id == trimmed.page_id
     for name, (first, second) in before.items():
@@ -260,7 +270,7 @@ def test_a_trimmed_page_comes_back_as_another_page() -> None:
 def test_truncate_lowers_the_frontier_and_trims(committed: int, tokens: int, is_cut: bool) -> None:
     """A page that is cut inside has other content, the same identity and lease; no other row moves.  (C9.10, C7.6)"""
     spaces = written(256, committed)
-    spaces.ensure_mapped_to_tokens(per_row(0, 256))
+    map_to(spaces, 0, 256)
     contents, serials, leases = (of_pages(spaces, "content"), of_pages(spaces, "serial"),
                                  [spaces.lease(0, block) for block in range(4)])
     pages = -(-tokens // 64)
@@ -281,7 +291,7 @@ def test_truncate_lowers_the_frontier_and_trims(committed: int, tokens: int, is_
 def test_close_gives_everything_to_available() -> None:
     """Mapped, bound and promised pages alike.  (C9.8)"""
     spaces = make_spaces(70, 3, pages=100, blocks=80)
-    spaces.ensure_mapped_to_tokens(per_row(100, 1))
+    map_to(spaces, 100, 1)
 
     spaces.close(0)
 
@@ -300,13 +310,13 @@ def test_close_gives_everything_to_available() -> None:
 def test_a_lease_of_a_released_page_stays_stale_when_the_index_is_used_again() -> None:
     """The same id, leased by the next space, is another lease.  (C6.1, S37)"""
     spaces = make_spaces(1)
-    spaces.ensure_mapped_to_tokens(per_row(1, 0))
+    map_to(spaces, 1, 0)
     old = spaces.lease(0, 0)
     spaces.close(0)
     with refused(StaleHandle, "C6.1", spaces, match="released or trimmed"):
         spaces.require_current(old)
     open_space(spaces, 1, 1)
-    spaces.ensure_mapped_to_tokens(per_row(0, 1))
+    map_to(spaces, 0, 1)
     new = spaces.lease(1, 0)
 
     assert new.page_id == old.page_id
@@ -318,7 +328,7 @@ def test_a_lease_of_a_released_page_stays_stale_when_the_index_is_used_again() -
 def test_a_block_that_is_not_mapped_has_no_lease_and_none_is_made_by_hand() -> None:
     """Block 1 is bound: an id is known, and every accessor treats it as unmapped.  (C3.1, C6.1, C6.5)"""
     spaces = make_spaces(2)
-    spaces.ensure_mapped_to_tokens(per_row(1, 0))
+    map_to(spaces, 1, 0)
     assert spaces.mapped_mask().tolist() == [True] + [False] * 7
     assert spaces.held_mask().tolist() == [True, True] + [False] * 6
 
@@ -348,6 +358,25 @@ def test_a_frozen_prefix_does_not_stop_mapping_for_the_next_unit() -> None:
     assert (frontier(ledger, sequence), len(mapped(ledger, sequence))) == (10, 3)
 
 
+@pytest.mark.parametrize("committed", [1, 63, 64, 65, 100])
+@pytest.mark.parametrize("columns", [1, 63, 64, 65, 66, 128, 129])
+@pytest.mark.parametrize("way", ["reject", "fail", "ensure"])
+def test_a_trim_finds_what_was_mapped_after_the_last_trim(way: str, columns: int, committed: int) -> None:
+    """One page, or several, in a window that is bound already; then nothing more.  (C6.5, C9.3, C9.6)"""
+    ledger, sequence = running(320, max_context=320, written=committed)
+    kept = -(-committed // 64)
+    for _ in range(2):
+        assert trim(ledger, sequence) == 0
+        if way == "ensure":
+            ledger.ensure_mapped_to_tokens(sequence, committed + columns, "main")
+        else:
+            unit, _ = begin(ledger, sequence, columns)
+            ledger.commit_unit(unit, {"main": 0}) if way == "reject" else ledger.fail_unit(unit)
+        pages = -(-(committed + columns) // 64)
+        assert (len(mapped(ledger, sequence)), counts(ledger)) == (pages, (pages, 5 - pages, 5))
+        assert (trim(ledger, sequence), len(mapped(ledger, sequence))) == (pages - kept, kept)
+
+
 @pytest.mark.parametrize(("provisional", "trimmed"),
                          [(0, 2), (5, 2), (59, 1), (60, 1), (122, 1), (123, 0), (2**30 - 1, 0)])
 def test_provisional_columns_are_counted_from_the_frontier(provisional: int, trimmed: int) -> None:
@@ -364,6 +393,8 @@ def test_provisional_columns_near_the_integer_limit_trim_nothing() -> None:
     sequence = activate(ledger, 64)
     spaces = ledger.active["main"]
     spaces.committed_end[sequence.row], spaces.mapped_end[sequence.row] = 2**30 - 1, 2**30
+    spaces._may_trail = True
+    ledger.unsettled = "trim"
     before = snapshot(ledger)
 
     assert ledger.trim(ledger.batch([sequence]), "main", 2**30 - 1) == 0
@@ -440,14 +471,15 @@ def test_truncate_to_nothing_empties_the_space_and_keeps_the_entitlement() -> No
 
 
 @pytest.mark.parametrize(("slices", "entries"), [
-    (([4, 7], [2, 0], [3, 1]), ([4, 4, 4, 7], [2, 3, 4, 0])), (([1, 2, 3], [5, 6, 7], [0, 2, 0]), ([2, 2], [6, 7])),
+    (([4, 7], [2, 0], [3, 1]), ([4, 4, 4, 7], [2, 3, 4, 0])), (([1, 2], [5, 6], [1, 1]), ([1, 2], [5, 6])),
     (([], [], []), ([], [])),
 ])
 def test_slices_expand_to_single_entries_slice_after_slice(
     slices: tuple[list[int], ...], entries: tuple[list[int], ...]
 ) -> None:
-    """Rows, first blocks and counts; a slice of nothing is none.  (C11.2)"""
-    flat = TableSlices(*(np.array(part, np.int64) for part in slices)).flat()
+    """Rows, first blocks and counts.  (C11.2)"""
+    rows, first_blocks, counts = (np.array(part, np.int64) for part in slices)
+    flat = TableSlices(rows, first_blocks.astype(np.int32), counts.astype(np.int32), int(counts.sum())).flat()
 
     assert tuple(part.tolist() for part in flat) == entries
 
@@ -482,6 +514,39 @@ def test_one_unit_publishes_the_slices_of_all_its_rows_at_once() -> None:
     assert unit.columns["main"].tolist() == [129, 4, 1]
     ledger.commit_unit(unit, {"main": [128, 3, 1]})
     assert [frontier(ledger, sequence) for sequence in sequences] == [1, 63, 128]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("max_context", [1, 65, 192, 200])
+@pytest.mark.parametrize("width", [1, 16, 17, 64, 65, 130])
+def test_units_of_any_width_reach_the_last_position_and_no_further(width: int, max_context: int, rows: int) -> None:
+    """S at and inside a page, one row and several, at the same places and at different ones.  (C9.3, C11.1, C11.2)"""
+    ledger = make_ledger(max_concurrency=rows, max_context=max_context)
+    sequences = [activate(ledger, max_context) for _ in range(rows)]
+    spaces = ledger.active["main"]
+    published = np.full_like(spaces.table, UNMAPPED)
+
+    def run(batch: Batch, columns: Columns) -> None:
+        unit, slices = ledger.begin_unit("step", batch, {"main": columns})
+        if slices:
+            entries = slices["main"].flat()
+            published[entries] = spaces.table[entries]
+        for sequence in batch.sequences:
+            first, count = frontier(ledger, sequence), unit.columns["main"][list(batch.sequences).index(sequence)]
+            assert published[sequence.row].tolist()[: -(-(first + count) // 64)] == mapped(ledger, sequence)
+        ledger.commit_unit(unit)
+
+    for row, sequence in enumerate(sequences[1:], 1):
+        run(ledger.batch([sequence]), min(7 * row, max_context))
+    batch = ledger.batch(sequences)
+    while max(frontier(ledger, sequence) for sequence in sequences) + width <= max_context:
+        run(batch, width)
+    with refused(MisuseError, "C11.2", ledger):
+        ledger.begin_unit("step", batch, {"main": width})
+    run(batch, [max_context - frontier(ledger, sequence) for sequence in sequences])
+    for columns in (1, [0] * (rows - 1) + [1]):
+        with refused(MisuseError, "C11.2", ledger, match=f"from position {max_context} on"):
+            ledger.begin_unit("step", batch, {"main": columns})
 
 
 def test_columns_at_or_beyond_the_context_are_refused_before_launch() -> None:

@@ -13,7 +13,7 @@ from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationTarget
 from pagedkv.values.config import Backend
-from tests.host.builders import begin, counts, leave_broken, trim
+from tests.host.builders import begin, counts, trim
 from tests.host.refusals import differences, observables, refused
 from tests.host.sharing import BACKENDS, DRAFT, MTP, SharedLedger, retained, started
 
@@ -450,19 +450,6 @@ def test_a_trim_never_touches_a_shared_page() -> None:
 
     assert trim(store.ledger, sequence) == 2
     assert store.logical(sequence) == store.logical(kept)
-
-
-def test_a_trim_that_meets_a_page_of_another_space_is_refused_whole() -> None:
-    """No operation leaves one there; were it there, nothing would be trimmed in any row.  (C9.6)"""
-    store = SharedLedger()
-    first, second = store.start(200), store.start(200)
-    unit, _ = store.ledger.begin_unit("step", store.ledger.batch([first, second]), {"main": 150})
-    store.ledger.commit_unit(unit, {"main": 1})
-    spaces = leave_broken(store.ledger).active["main"]
-    spaces.pages.references[spaces.members[second.row, 2]] = 2
-
-    with refused(MisuseError, "C9.10", store.ledger):
-        store.ledger.trim(store.ledger.batch([first, second]), "main")
 
 
 def test_retaining_and_moving_a_hundred_times_leaks_nothing() -> None:

@@ -10,19 +10,24 @@ import itertools
 import json
 import logging
 import os
+import random
+import resource
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
 
 import pagedkv as pk
 from pagedkv.errors import ConfigError
-from pagedkv.ledger.active_spaces import KEEP_ALL, ActiveSpaces
+from pagedkv.ledger.active_spaces import ActiveSpaces
 from pagedkv.ledger.check import check_ledger
 from pagedkv.ledger.free_runs import FreeRuns
 from pagedkv.ledger.ledger import RECORDED, Ledger
@@ -218,7 +223,8 @@ def test_a_line_says_what_was_decided() -> None:
 
     assert begin == {"revision": 3, "operation": "begin_unit",
                      "arguments": {"name": "step", "batch": {"batch": [[0, 1]]}, "columns": {"columns": {"main": 130}}},
-                     "answer": {"unit": 1, "slices": {"main": [[0, 0, [0, 1, 2]]]}, "first_positions": {"main": [0]}},
+                     "answer": {"unit": 1, "first_positions": crc32(bytes(4)),
+                                "slices": {"main": [0, 0, 0, 0, 1, 1, 0, 2, 2]}},
                      "state": {"main": [3, 1, 4]}}
     ledger, file = journaled()
     ledger.finish(activate(ledger, 100, written=10), retain=True, state="a secret")
@@ -290,7 +296,7 @@ def test_an_operation_that_breaks_off_ends_the_journal(
 
 @pytest.mark.parametrize(("revision", "changes", "what"), [
     (2, {"answer": {"row": 0, "serial": 2, "frontiers": {"main": 0}, "pages": {"main": []}}}, "answer"),
-    (3, {"state": {"main": [2, 2, 4]}}, "state"), (4, {"answer": {"frontiers": {"main": [129]}}}, "answer"),
+    (3, {"state": {"main": [2, 2, 4]}}, "state"), (4, {"answer": {"frontiers": 129}}, "answer"),
     (5, {"answer": 1}, "answer"),
     (5, {"arguments": {"batch": {"batch": [[0, 2]]}, "pool": "main", "provisional": {"counts": 0}}}, "refused"),
 ])
@@ -308,9 +314,8 @@ def test_an_altered_line_stops_the_replay_there(revision: int, changes: dict[str
     assert other_windows.difference == pk.JournalDifference(0, "header", "window_pages", 2, 64)
 
 
-def one_page_more_is_kept(trailing_pages: Callable[..., Any], spaces: ActiveSpaces, keep_tokens: Any) -> Any:
-    more = np.maximum(keep_tokens, spaces.committed_end) + 64
-    return trailing_pages(spaces, np.where(keep_tokens == KEEP_ALL, KEEP_ALL, more))
+def one_page_more_is_kept(trim: Callable[..., Any], spaces: ActiveSpaces, index: Any, provisional: Any = 0) -> Any:
+    return trim(spaces, index, np.full(spaces.committed_end[index].size, 64, np.int32) + (provisional or 0))
 
 
 def full_pages_are_not_frozen(freeze: Callable[..., Any], spaces: ActiveSpaces, row: int) -> Any:
@@ -325,7 +330,7 @@ def ids_come_in_another_order(take: Callable[..., Any], runs: FreeRuns, *argumen
 
 
 @pytest.mark.parametrize(("owner", "method", "change"), [
-    (ActiveSpaces, "trailing_pages", one_page_more_is_kept), (ActiveSpaces, "freeze", full_pages_are_not_frozen),
+    (ActiveSpaces, "trim", one_page_more_is_kept), (ActiveSpaces, "freeze", full_pages_are_not_frozen),
     (FreeRuns, "take", ids_come_in_another_order),
 ])
 def test_a_changed_ledger_is_found_by_an_old_journal(
@@ -384,16 +389,19 @@ def test_the_cost_of_checks_does_not_follow_the_pool(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("number", "text"), [
-    (1, ""), (1, "{}\n"), (1, '{"schema":2,"store_id":1,"window_pages":64,"config":{}}\n'),
-    (1, '{"schema":2,"store_id":1,"window_pages":64,"config":{"max_context":3}}\n'),
-    (1, '{"schema":2,"store_id":1,"window_pages":64,"config":[1]}\n'),
-    (1, '{"schema":1,"store_id":1,"window_pages":64,"config":' + json.dumps(config_as_json(make_config())) + "}\n"),
+    (1, ""), (1, "{}\n"), (1, '{"schema":3,"store_id":1,"window_pages":64,"config":{}}\n'),
+    (1, '{"schema":3,"store_id":1,"window_pages":64,"config":{"max_context":3}}\n'),
+    (1, '{"schema":3,"store_id":1,"window_pages":64,"config":[1]}\n'),
+    (1, '{"schema":2,"store_id":1,"window_pages":64,"config":' + json.dumps(config_as_json(make_config())) + "}\n"),
     (3, "not JSON\n"), (3, "[1]\n"), (3, '{"revision":2}\n'),
     (3, '{"revision":7,"operation":"trim","arguments":{},"answer":1,"state":{}}\n'),
     (3, '{"revision":2,"operation":"__init__","arguments":{},"answer":1,"state":{}}\n'),
     (3, '{"revision":2,"operation":"trim","arguments":{},"state":{}}\n'),
     (3, '{"revision":2,"operation":"abort","arguments":{"x":{"transaction":9}},"answer":1,"state":{}}\n'),
     (3, '{"revision":2,"operation":"trim","arguments":{},"answer":1,"state":[]}\n'),
+    (3, '{"revision":2,"like":1,"answer":{"unit":1,"first_positions":0}}\n'), (3, '{"revision":2,"like":1}\n'),
+    (3, '{"revision":2,"like":1,"operation":"begin_unit","arguments":{},"answer":1}\n'),
+    (3, '{"revision":2,"operation":"trim","arguments":{"batch":{"batch":1},"pool":"main"},"answer":1}\n'),
     (3, '{"revision":2,"operation":"fail_unit","arguments":{"unit":{"unit":9}},"answer":1,"state":{}}\n'),
     (3, '{"revision":2,"operation":"abort","arguments":{"sequence":{"thing":1}},"answer":1,"state":{}}\n'),
     (3, '{"revision":2,"operation":"abort","arguments":{"sequence":{}},"answer":1,"state":{}}\n'), (6, "\x00\n"),
@@ -482,15 +490,168 @@ def test_a_line_that_cannot_be_written_ends_the_journal_and_not_the_run(caplog: 
     assert pk.replay_journal(lines_of(file)) == pk.ReplayReport(2, is_truncated=True, difference=None)
 
 
-def test_every_line_is_flushed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_own", [True, False])
+def test_every_line_is_flushed(is_own: bool, tmp_path: Path) -> None:
     """A crash leaves what happened: the file is read while the journal is open."""
     path = tmp_path / "run.jsonl"
-    journal = Journal(path)
-    ledger = recorded_in(journal)
-    for count in (3, 5):
-        assert isinstance(ledger.try_activate(ActivationTarget(10, 0)), Sequence)
-        assert len(path.read_text(encoding="utf-8").splitlines()) == count
-    journal.close()
+    with path.open("w", encoding="utf-8") as passed:
+        journal = Journal(path if is_own else passed)
+        ledger = recorded_in(journal)
+        for count in (3, 5):
+            assert isinstance(ledger.try_activate(ActivationTarget(10, 0)), Sequence)
+            assert len(path.read_text(encoding="utf-8").splitlines()) == count
+        journal.close()
+
+
+class Stage:
+    """A journaled store whose last commit waits to be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.store = pk.open_store(make_config(max_context=4096), pk.CountingDevice(), journal=path)
+        self.batch = self.store.batch([self.store.activate(prompt_tokens=1, output_tokens=4000)])
+        for _ in range(3):
+            self.step()
+        self.before = path.read_bytes()
+
+    def step(self) -> None:
+        """One decode step."""
+        unit = self.store.begin_unit(self.batch, 1)
+        self.store.wait(unit)
+        self.store.commit(unit)
+
+    def refused(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Make a call that is refused, or that the caller's own code ends."""
+        with pytest.raises((pk.PagedKVError, LookupError)):
+            call(*arguments)
+
+    def elsewhere(self, call: Callable[..., object]) -> None:
+        """Make a call in another thread, then in another process."""
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        child = os.fork()
+        if child == 0:
+            self.refused(self.store.close)
+            self.refused(self.store.inspect)
+            call()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+class Unreadable(dict[str, int]):
+    """Columns that raise."""
+
+    def items(self) -> Any:
+        raise LookupError
+
+
+@pytest.mark.parametrize("call", [
+    lambda on: on.store.begin_unit(on.batch, 1), lambda on: on.store.committed_tokens(on.batch.sequences[0]),
+    lambda on: on.store.memory_summary(), lambda on: on.store.event_counts(), lambda on: on.store.evidence,
+    lambda on: on.store.graph_bytes, lambda on: on.store.published_slices, lambda on: on.refused(on.store.latch, 1),
+    lambda on: on.refused(on.store.begin_unit, on.batch, Unreadable(main=1)),
+    lambda on: on.refused(on.store.begin_unit, 7), lambda on: on.refused(on.store.commit, 7),
+    lambda on: on.store.close(),
+])  # fmt: skip
+def test_the_next_call_writes_the_line_that_waits(call: Callable[[Stage], object], tmp_path: Path) -> None:
+    """C12.4: whatever call it is, refused or not; but none of another thread or process."""
+    on = Stage(tmp_path / "run.jsonl")
+    on.elsewhere(on.store.memory_summary)
+    assert '"commit_unit"' not in on.before.splitlines()[-1].decode()
+    assert on.path.read_bytes() == on.before
+    call(on)
+
+    written = on.path.read_bytes()[len(on.before) :].splitlines()
+    assert json.loads(written[0])["operation"] == "commit_unit"
+    on.store.close()
+    report = pk.replay_journal(on.path)
+    assert (report.difference, report.is_truncated) == (None, False)
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path: Path, seed: int) -> None:
+    """C12.4: killed at any moment, the file ends with a line, and all of it repeats."""
+    path, steps = tmp_path / "run.jsonl", random.Random(seed)
+    for _ in range(8):
+        from_child, to_parent = os.pipe()
+        child = os.fork()
+        if child == 0:
+            on = Stage(path)
+            while True:
+                on.step()
+                os.write(to_parent, b".")
+        for _ in range(steps.randrange(40)):
+            os.read(from_child, 1)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(from_child)
+        os.close(to_parent)
+        content = path.read_bytes()
+        if content:
+            assert content.endswith(b"}\n")
+            report = pk.replay_journal(path)
+            assert (report.operations, report.difference) == (content.count(b"\n") - 1, None)
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    """C12.4: at each byte at which the disk can be full, a whole number of lines remains, and `close` says how many."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    on = Stage(tmp_path / "run.jsonl")
+    size = len(on.before)
+    on.store.close()
+    for room in range(size - 200, size + 200, 7):
+        on = Stage(tmp_path / f"{room}.jsonl") if room >= size else Stage(tmp_path / "run.jsonl")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max(room, len(on.before) + room % 100), limits[1]))
+        try:
+            for _ in range(4):
+                on.step()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(pk.JournalFailed) as failed:
+            on.store.close()
+        content = on.path.read_bytes()
+        assert content.endswith(b"}\n")
+        assert content.count(b"\n") == failed.value.lines
+        assert pk.replay_journal(on.path).operations == failed.value.lines - 1
+
+
+def test_a_unit_that_is_like_another_repeats(tmp_path: Path) -> None:
+    """Refused and other units in between, crossings, other columns and names, batches by the dozen."""
+    path = tmp_path / "run.jsonl"
+    with pk.open_store(make_config(max_context=4096, max_concurrency=3), pk.CountingDevice(), journal=path) as store:
+        rows = [store.activate(prompt_tokens=1, output_tokens=3000) for _ in range(3)]
+        batch, other = store.batch(rows[:2]), store.batch(rows[2:])
+        for columns, name in ((1, "unit"), (3, "unit"), (3, "100% %d"), ([3, 3], "100% %d"), ([1, 2], "a"), (1, "a")):
+            for number in range(30):
+                unit = store.begin_unit(batch, columns, name=name)
+                if number % 5 == 2:
+                    with pytest.raises(pk.UnitInFlight):
+                        store.begin_unit(batch, columns, name=name)
+                    beside = store.begin_unit(other, 40)
+                    store.wait(beside)
+                    store.commit(beside)
+                store.wait(unit)
+                store.commit(unit)
+            for _ in range(20):
+                store.trim(store.batch(rows))
+            store.trim(batch)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    report = pk.replay_journal(lines)
+
+    assert (report.operations, report.difference) == (len(lines) - 1, None)
+    assert sum('"like"' in line for line in lines) > 30
+    longest = max(len(line) for line in lines if '"like"' in line and '"slices"' not in line)
+    assert longest < 100
+    like = next(number for number, line in enumerate(lines) if '"like"' in line)
+    for change in ({"answer": {"unit": 1, "first_positions": 1}}, {"state": {"main": [1, 1, 1]}}):
+        found = pk.replay_journal(altered(lines, like, **change)).difference
+        assert found is not None
+        assert (found.revision, found.operation) == (like, "begin_unit")
+    with pytest.raises(pk.MisuseError, match="last begin_unit in full"):
+        pk.replay_journal(altered(lines, like, like=1))
+    first = next(number for number, line in enumerate(lines) if '"batch"' in line)
+    with pytest.raises(pk.MisuseError, match="arguments of trim"):  # forgotten long ago
+        pk.replay_journal(altered(lines, len(lines) - 1, arguments={"batch": {"batch": first}, "pool": "main"}))
 
 
 def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

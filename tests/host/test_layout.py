@@ -23,7 +23,8 @@ def test_slabs_stand_in_plane_order_then_the_table_then_what_units_share() -> No
     layout = build_layout(config_of("int8-g64", pages=5))
 
     names = [f"main.{layer}.{role}" for layer in range(3) for role in ("k_code", "v_code", "k_scale", "v_scale")]
-    assert [slab.name for slab in layout.slabs] == [*names, "main.block_table", "control.ingress", "control.egress"]
+    assert [slab.name for slab in layout.slabs] == [*names, "main.block_table", "control.ingress", "control.egress",
+                                                     "control.table_entries"]
     assert layout.slabs[0].shape == (5, 2, 64, 128)
     assert (layout.slabs[12].shape, layout.slabs[12].dtype) == ((2, 4), np.dtype(np.int32))
 
@@ -37,7 +38,7 @@ def test_every_byte_has_one_owner(profile: str, backend: Backend | None) -> None
 
     page_bytes = {f"pool {pool.name}": pool.pages * pool.page_bytes for pool in config.pools}
     others = {
-        "block tables": len(config.pools) * 2 * 4 * 4, "control buffers": (1024 + 3) * 4 + (1024 + 1) * 4,
+        "block tables": len(config.pools) * 2 * 4 * 4, "control buffers": (1024 + 3) * 4 + (1024 + 1) * 4 + 3 * 2 * 4,
         "graph allowance": 2 * 12 * 2**20, "alignment": 255 * len(layout.slabs),
     }
     assert layout.bytes_by_owner() == page_bytes | others
@@ -54,7 +55,7 @@ def test_every_plane_slab_carries_its_geometry() -> None:
     assert [(slab.shape, slab.dtype) for slab in planes] == [(s.plane.shape, s.plane.dtype) for s in planes if s.plane]
     assert [slab.plane.order for slab in planes if slab.plane] == ["page-major"] * 2 + ["head-major"] * 2
     assert [slab.name for slab in layout.slabs if slab.plane is None] == [
-        "main.block_table", "draft.block_table", "control.ingress", "control.egress",
+        "main.block_table", "draft.block_table", "control.ingress", "control.egress", "control.table_entries",
     ]  # fmt: skip
 
 
@@ -77,7 +78,8 @@ def test_control_buffers_fit_any_unit(max_concurrency: int, backend: Backend | N
     layout = build_layout(config_of("bf16", pages=pages, backend=backend, max_concurrency=max_concurrency))
 
     sizes = {slab.name: slab.shape for slab in layout.slabs if slab.owner == "control buffers"}
-    assert sizes == {"control.ingress": (ingress,), "control.egress": (egress,)}
+    assert sizes == {"control.ingress": (ingress,), "control.egress": (egress,),
+                     "control.table_entries": (3 * max_concurrency,)}
     assert control_words(batch=4, width=2) == (20, 12)
 
 

@@ -13,6 +13,7 @@ import pytest
 from pagedkv.errors import MisuseError
 from pagedkv.ledger.free_runs import Ids
 from pagedkv.ledger.pages import LogicalPages
+from pagedkv.ledger.pool import NOTED_MAX
 from tests.host.builders import ids
 from tests.host.refusals import assert_unchanged, broken, refused, runs_of, snapshot
 
@@ -319,6 +320,23 @@ def test_a_recycled_descriptor_begins_a_new_generation() -> None:
 
     assert again.tolist() == [KEPT]
     assert not used & {int(pages.serial[KEPT]), int(pages.content[KEPT])}
+
+
+@pytest.mark.parametrize("trims", [1, 255, 256, 257, 513])
+@pytest.mark.parametrize("column", ["serial", "content"])
+def test_every_trim_makes_another_page_and_touches_no_other(column: str, trims: int) -> None:
+    """Read once after all of them.  (C7.3, C7.6)"""
+    pages = pages_in_use()
+    before = getattr(pages, column).tolist()
+    for number in range(trims):
+        pages.trim(ids(0, 1) if number % 2 else ids(1))
+        assert len(pages._trimmed) < NOTED_MAX
+    after = getattr(pages, column).tolist()
+
+    changed = [place for place in range(CAPACITY) if before[place] != after[place]]
+    assert changed == ([0, 1] if trims > 1 else [1])
+    assert not {after[place] for place in changed} & {*before}
+    assert getattr(pages, column).tolist() == after, "a second read renews nothing"
 
 
 def test_operations_on_no_page_change_nothing() -> None:

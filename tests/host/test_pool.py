@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagedkv.ledger.pool import PagePool, try_reserve_bundle
+from pagedkv.ledger.pool import NOTED_MAX, PagePool, try_reserve_bundle
 from tests.host.builders import ids
 from tests.host.refusals import assert_unchanged, broken, runs_of, snapshot
 
@@ -144,6 +144,24 @@ def test_every_hold_of_an_id_has_its_own_serial() -> None:
 
     assert seen[0] == 0
     assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("trims", [1, 2, 255, 256, 257, 513])
+@pytest.mark.parametrize("trimmed", [[[1]], [[1], [1, 2], [4]], [[2, 1], [4, 2]]], ids=str)
+def test_every_trim_makes_its_leases_stale_and_no_other(trimmed: list[list[int]], trims: int) -> None:
+    """Read once after all of them: 1, 2, 2, 4 are no run, and id 3 keeps its lease.  (C6.1)"""
+    pool = pool_with(capacity=6, leased=6)
+    before = pool.serials.tolist()
+    for number in range(trims):
+        pool.dematerialize(ids(*trimmed[number % len(trimmed)]))
+        pool.materialize(len(trimmed[number % len(trimmed)]))
+        assert len(pool._stale) < NOTED_MAX
+    after = pool.serials.tolist()
+
+    gone = {page_id for part in trimmed[:trims] for page_id in part}
+    assert [page_id for page_id in range(6) if before[page_id] != after[page_id]] == sorted(gone)
+    assert len({*before, *after}) == 6 + len(gone)
+    assert pool.serials.tolist() == after, "a second read renews nothing"
 
 
 def test_unbinding_frees_the_ids_and_keeps_the_promise() -> None:

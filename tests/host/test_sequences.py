@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
 
 import pytest
 
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
+from pagedkv.ledger.batch import batch_of, numbers_of
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal
@@ -194,6 +197,71 @@ def test_a_batch_names_each_sequence_once() -> None:
         with refused(MisuseError, "C14.4", ledger):
             ledger.batch(named)
     assert len(ledger.batch([sequence])) == 1
+
+
+def test_a_batch_after_another_is_what_it_would_be_alone() -> None:
+    """Whatever both have in front and at their end, the same handles or equal ones, while others go.  (C10.1, C11.3)"""
+    ledger, draw = make_ledger(max_concurrency=6), random.Random(1)
+    sequences = [activate(ledger, 60) for _ in range(6)]
+    for _ in range(300):
+        ended = sequences[draw.randrange(6)]
+        if draw.random() < 0.3:
+            named = [*ledger._last_batch.sequences]
+            ledger.finish(ended)
+            sequences[sequences.index(ended)] = activate(ledger, 60)
+            if ended in named:
+                with refused(StaleHandle, "C10.1", ledger):
+                    ledger.batch(named)
+        chosen = draw.choice((
+            draw.sample(sequences, draw.randint(1, 6)), sequences[draw.randrange(3) : draw.randint(3, 6)],
+            [one for one in ledger._last_batch.sequences if one in sequences] or sequences[:1],
+        ))
+        handles = tuple(copy.copy(one) if draw.random() < 0.1 else one for one in chosen)
+        batch, alone = ledger.batch(handles), batch_of(handles, *numbers_of(handles), 0)
+
+        assert all(ours is theirs for ours, theirs in zip(batch.sequences, handles, strict=True))
+        for ours, theirs in ((batch.rows, alone.rows), (batch.serials, alone.serials)):
+            assert (ours.tolist(), ours.flags.writeable) == (theirs.tolist(), False)
+        assert (batch.rows_mask, repr(batch.index)) == (alone.rows_mask, repr(alone.index))
+        assert (batch.rows_mask, len(batch)) == (sum(1 << one.row for one in chosen), len(chosen))
+        if draw.random() < 0.5:
+            ledger.fail_unit(ledger.begin_unit("step", batch, {"main": 1})[0])
+
+
+class Equal:
+    """Is equal to everything."""
+
+    row = serial = 0
+    store_id = 1
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class Thrower:
+    """Has no row that can be read, and compares with nothing."""
+
+    @property
+    def row(self) -> int:
+        raise ValueError("no row")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("no comparison")
+
+    def __hash__(self) -> int:
+        raise ValueError("no hash")
+
+
+@pytest.mark.parametrize("foreign", [Equal(), Thrower(), None, 0, "ab", (), [0]], ids=lambda one: type(one).__name__)
+def test_what_is_no_handle_is_no_entry_of_a_batch(foreign: object) -> None:
+    """Alone, first, last, and in the place of a handle of the previous batch.  (C10.1)"""
+    ledger, first = running(100)
+    second = activate(ledger, 100)
+    for named in ([foreign], [foreign, second], [first, foreign], [first, foreign, second]):
+        ledger.batch([first, second])
+        with refused(MisuseError, "C10.1", ledger):
+            ledger.batch(named)  # type: ignore[arg-type]
 
 
 # ---- pools apart ---------------------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle, UnitInFlight
@@ -176,13 +180,60 @@ def test_frontiers_advance_at_completion_only() -> None:
     assert (frontier(ledger, sequence), len(mapped(ledger, sequence)), unit.is_open) == (66, 2, False)
 
 
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "list": list, "tuple": tuple, "int64": np.array, "uint8": lambda counts: np.array(counts, np.uint8),
+    "int32": lambda counts: np.array(counts, np.int32),
+    "strided": lambda counts: np.repeat(np.array(counts, np.int32), 2)[::2],
+    "backward": lambda counts: np.array(counts[::-1], np.int32)[::-1],
+}
+
+
+@pytest.mark.parametrize("order", [[0], [2], [0, 1, 2, 3], [1, 2], [3, 2, 1, 0], [0, 2], [2, 3, 1], [0, 2, 1, 3]],
+                         ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_counts_belong_to_the_entries_in_batch_order(form: Callable[[list[int]], Any], order: list[int]) -> None:
+    """Rows that are a span or not, in any order; counts in any form; then one number for all.  (C9.5, C11.3, C14.4)"""
+    ledger, sequences = several(4, max_concurrency=4)
+    batch = ledger.batch([sequences[row] for row in order])
+    columns, accepted = [3 + 5 * row for row in order], [1 + 2 * row for row in order]
+    unit, _ = ledger.begin_unit("step", batch, {"main": form(columns)})
+    assert unit.columns["main"].tolist() == columns
+    ledger.commit_unit(unit, {"main": form(accepted)})
+    ledger.commit_unit(ledger.begin_unit("step", batch, {"main": 2})[0])
+    unit, _ = ledger.begin_unit("step", batch, {"main": 4})
+    ledger.commit_unit(unit, {"main": 1})
+
+    assert unit.first_positions["main"].tolist() == [3 + 2 * row for row in order]
+    assert [frontier(ledger, sequence) for sequence in sequences] == [
+        4 + 2 * row if row in order else 0 for row in range(4)
+    ]
+
+
+@pytest.mark.parametrize("entries", [1, 3])
+@pytest.mark.parametrize(("clause", "bad", "dtype"), [
+    ("C9.5", -1, np.int32), ("C9.5", 4, np.int32), ("C9.5", 4, np.int64), ("C9.5", 4, object), ("C14.4", -1, np.int64),
+    ("C14.4", -1, object), ("C14.4", True, np.bool_), ("C14.4", 2**63, np.uint64), ("C14.4", 1.0, np.float32),
+])
+def test_a_count_that_is_none_is_refused_in_the_last_entry_too(
+    clause: str, bad: object, dtype: type, entries: int
+) -> None:
+    """Negative, more than was written, or no integer; `object` is a list.  (C9.5, C14.4)"""
+    ledger, sequences = several(3, max_concurrency=3)
+    unit, _ = begin(ledger, sequences[:entries], 3)
+    counts: Any = [True if dtype is np.bool_ else 1] * (entries - 1) + [bad]
+
+    with refused(MisuseError, clause, ledger):
+        ledger.commit_unit(unit, {"main": counts if dtype is object else np.array(counts, dtype)})
+    ledger.commit_unit(unit, {"main": np.full(entries, 3, np.int32)})
+
+
 @pytest.mark.parametrize("accepted", [4, [1, 4], [4, 1]])
 def test_no_more_is_accepted_than_was_written(accepted: int | list[int]) -> None:
     """Each entry by its own columns, although the page has room.  (C9.5)"""
     ledger, sequences = several(2)
     unit, _ = begin(ledger, sequences, 3)
 
-    with refused(MisuseError, "C9.5", ledger, match=r"at most \[3, 3\]"):
+    with refused(MisuseError, "C9.5", ledger, match=r"0 to \[3, 3\]"):
         ledger.commit_unit(unit, {"main": accepted})
     ledger.commit_unit(unit, {"main": [1, 3]})
     assert [frontier(ledger, sequence) for sequence in sequences] == [1, 3]

@@ -28,7 +28,8 @@ VALUES: tuple[object, ...] = (
     [-1], [[]], [1, 2, 3, 4], [1 << 70], [None], [[0, 1], [2]], {}, {"": 0}, {"opaque": "x"}, {"opaque": 7},
     {"state": 1}, {"sequence": [0, 1]}, {"sequence": []}, {"sequence": [-1, -1]}, {"sequence": [1 << 62, 1 << 62]},
     {"continuation": [1]}, {"continuation": [-5]}, {"continuation": "x"}, {"batch": [[0, 1], [0, 1]]}, {"batch": []},
-    {"batch": [[1 << 62, 1]]}, {"unit": 1}, {"unit": None}, {"unit": []}, {"transaction": 1}, {"transaction": None},
+    {"batch": [[1 << 62, 1]]}, {"batch": 1}, {"batch": 3}, {"batch": -1}, {"batch": {}},
+    {"unit": 1}, {"unit": None}, {"unit": []}, {"transaction": 1}, {"transaction": None},
     {"transaction": []}, {"transaction": {}}, {"target": {}}, {"target": {"source": {"target": {}}}}, {"target": 1},
     {"counts": 1}, {"counts": [[[1]]]}, {"counts": 1 << 62}, {"counts": -1}, {"counts": {"array": [1], "dtype": "<i4"}},
     {"counts": {"array": [1], "dtype": "V2000000000"}}, {"counts": {"array": 0, "dtype": "U500000000"}},
@@ -152,7 +153,7 @@ def _spoiled(lines: tuple[str, ...], seed: int) -> Iterator[tuple[str, str | byt
                 yield "deep nesting", lines[0] + (
                     f'{{"revision":1,"operation":"{name}","arguments":{{"columns":{{"counts":{nested}}}}},'
                     '"answer":1,"state":{}}\n')
-    for schema in (0, 1, 3, "2", 2.0, None, [2], 10**400):
+    for schema in (0, 1, 2, 4, "3", 3.0, None, [2], 10**400):
         yield "other schema", json.dumps(head | {"schema": schema}, default=str) + "\n" + rest
     for operation in ("", "__init__", "record_in", "batch", "unsettled", "begin_unit ", "\x00", "exec", "é"):
         for arguments in ({}, {"self": 1}, {"operation": {"opaque": "x"}}):

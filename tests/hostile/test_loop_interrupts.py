@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import DecodeLoop
+from pagedkv.graphs import DecodeLoop, Prefill, StepTokens
 from tests.hostile.interrupt import ERRORS, Interrupt
 from tests.toy_model import ToyModel, prompt, retained
 
@@ -37,13 +37,27 @@ class Stage:
         saved = retained(self.store, earlier, self.last_token)
         self.moved = self.store.activate(source=saved, keep_source=False, prompt_tokens=1, output_tokens=20)
         self.fresh = self.store.activate(prompt_tokens=40, output_tokens=20)
+        self.pieces: Prefill | None = None
         self.all = [*self.running, self.fresh, self.moved]
-        self.texts: dict[pk.Sequence, list[int]] = {sequence: [] for sequence in self.all}
+        self.delivered: list[StepTokens] = []
+
+    @property
+    def texts(self) -> dict[pk.Sequence, list[int]]:
+        """The tokens delivered so far."""
+        return {sequence: [token for part in self.delivered for token in part.get(sequence, [])]
+                for sequence in self.all}
 
     def prefill(self) -> None:
         """Prefill the third sequence in three chunks, unless an interrupt came after its end."""
         if not self.store.committed_tokens(self.fresh):
             self.loop.prefill(self.fresh, prompt(40, 9))
+
+    def prefill_in_pieces(self) -> None:
+        """Prefill the third sequence piece by piece, and go on with the prompt that has begun."""
+        if self.pieces is None:
+            self.pieces = self.loop.begin_prefill(self.fresh, prompt(40, 9))
+        while self.pieces.advance():
+            pass
 
     def step(self) -> None:
         """Advance the two sequences, and note their tokens."""
@@ -68,10 +82,9 @@ class Stage:
         """Forget a sequence that has not been prefilled."""
         self.loop.forget(self.fresh)
 
-    def note(self, delivered: dict[pk.Sequence, list[int]]) -> None:
-        """Append delivered tokens to the texts."""
-        for sequence, tokens in delivered.items():
-            self.texts[sequence] += tokens
+    def note(self, delivered: StepTokens) -> None:
+        """Note delivered tokens; nobody reads them before the call has ended, so no interrupt comes in between."""
+        self.delivered.append(delivered)
 
     def go_on(self) -> list[list[int]]:
         """Prefill and resume what is not in the loop, step until every text has seven tokens, and return these."""
@@ -85,8 +98,8 @@ class Stage:
 
 
 CALLS: dict[str, Callable[[Stage], object]] = {
-    "step": Stage.step, "decode": Stage.decode, "prefill": Stage.prefill, "resume": Stage.resume,
-    "forget": Stage.forget, "capture": Stage.capture,
+    "step": Stage.step, "decode": Stage.decode, "prefill": Stage.prefill, "prefill in pieces": Stage.prefill_in_pieces,
+    "resume": Stage.resume, "forget": Stage.forget, "capture": Stage.capture,
 }
 SPARSE = {("capture", 3): 20, ("capture", 1): 7, ("decode", 3): 4}
 """By how much the distance between two interrupts is longer: a capture runs the same lines for each launch."""

@@ -9,6 +9,7 @@ from pagedkv import codecs
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError
 from pagedkv.ops.ops import Ops
+from pagedkv.ops.page_moves import set_entries
 from pagedkv.values.planes import PageOrder
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.arrays import Rng, scattered_table, to_device, to_host
@@ -108,3 +109,18 @@ def test_conversions_refuse_other_shapes_and_types(device: Device) -> None:
         ops.f32_from_bf16(floats[:3], bits, stream=stream)
     with pytest.raises(MisuseError, match="share no byte"):
         ops.f32_from_bf16(floats, floats.view(np.uint16)[:4], stream=stream)
+
+
+def test_listed_entries_are_set_and_no_others(device: Device) -> None:
+    """More entries than a block of threads, in a table of another width.  (C11.2)"""
+    ops, stream = Ops(device), device.stream()
+    expected = np.arange(40 * 30, dtype=np.int32).reshape(40, 30)
+    table = to_device(device, stream, expected)
+    at = np.random.default_rng(3).permutation(40 * 30)[:700]
+    entries = np.stack([at // 30, at % 30, 5000 + np.arange(700)]).astype(np.int32)
+    expected[entries[0], entries[1]] = entries[2]
+
+    set_entries(ops.kernels.page_moves()["set_entries"], table, to_device(device, stream, entries), 700, np.int32(30),
+                stream=stream)
+
+    assert np.array_equal(to_host(device, stream, table), expected)

@@ -55,7 +55,7 @@ def unshared(weights: LlamaWeights, profile: str, turns: list[tuple[list[int], i
         sequence = store.activate(prompt_tokens=MAX_CONTEXT // 2, output_tokens=MAX_CONTEXT // 2)
         tokens: tuple[int, ...] = ()
         for index, (ids, steps) in enumerate(turns):
-            loop.prefill(sequence, [loop.last_token(sequence), *ids] if index else ids)
+            loop.prefill(sequence, ids, last_token=loop.last_token(sequence) if index else None)
             tokens += decode(loop, [sequence], steps)[sequence]
         return Said(tokens, cache_digest(store, sequence))
 
@@ -75,11 +75,11 @@ def test_forks_and_a_snapshot_say_what_unshared_runs_say(weights: LlamaWeights, 
         assert len({tuple(store.page_ids(child)[:1]) for child in children}) == 1
         assert len({store.page_ids(child)[1] for child in children}) == 4
         for child, suffix in zip(children, suffixes, strict=True):
-            loop.prefill(child, suffix)
+            loop.prefill(child, suffix, last_token=None)
         said = decode(loop, children, 12)
         checkpoint = store.snapshot(children[2], state=loop.last_token(children[2]))
         grandchild = store.activate(source=checkpoint, prompt_tokens=len(again) + 1, output_tokens=30)
-        loop.prefill(grandchild, [loop.last_token(children[2]), *again])
+        loop.prefill(grandchild, again, last_token=loop.last_token(children[2]))
         more = decode(loop, [*children, grandchild], 16)
         store.check()
         got = [Said(said[child] + more[child], cache_digest(store, child)) for child in children]
@@ -116,7 +116,7 @@ def test_a_conversation_continued_by_move_says_what_an_uninterrupted_one_says(
             assert store.page_ids(sequence) == kept, "a Move copies nothing"
             with pytest.raises(pk.StaleHandle):
                 store.release(saved)
-            loop.prefill(sequence, [last, *ids])
+            loop.prefill(sequence, ids, last_token=last)
             tokens += decode(loop, [sequence], steps)[sequence]
             store.check()
         got = Said(tokens, cache_digest(store, sequence))

@@ -51,7 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C7.4", "a save is published before its copies have run", "transfer/plan.py",
            'self._require_state(transfer, "publish', GONE, scene("save_and_read", SAVE, "'extent'")),
     Mutant("C7.4", "a page is trimmed and written anew while a copy reads it", "ledger/active_spaces.py",
-           "self.pages.require_unpinned(what, logical)", GONE, scene("trim_while_saving", "kernel append_rows", PLANE)),
+           'self.pages.require_unpinned(f"trim', GONE, scene("trim_while_saving", "kernel append_rows", PLANE)),
     Mutant("C7.4", "a page is released to another sequence while a copy reads it", "ledger/ledger.py",
            'self._require_unpinned(sequence, "finish")', GONE,
            scene("finish_while_saving", "kernel append_rows", PLANE)),

@@ -25,6 +25,7 @@ from pagedkv.ops.modules import (
     events_module,
     shipped_modules,
 )
+from pagedkv.ops.page_moves import set_entries
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.planes import PackedPlanes
 from pagedkv.values.profiles import CODEC_EVENTS, HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
@@ -115,11 +116,16 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
             cache.ops.pack_pages([(plane, geometry)], cache.ints([3, 7]), pages, stream=cache.stream)
             cache.ops.unpack_pages([(plane, geometry)], cache.ints([1, 0]), pages, stream=cache.stream)
             packed[f"packed {geometry.role}"] = cache.get(pages)
-        converted = {"rounded": cache.get(rounded), "promoted": cache.get(promoted)}
+        table = cache.put(np.zeros((5, 7), np.int32))
+        entries = np.array([[4, 0, 2], [6, 0, 3], [11, 12, 13]], np.int32)
+        set_entries(cache.ops.kernels.page_moves()["set_entries"], table, cache.put(entries), 3, np.int32(7),
+                    stream=cache.stream)
+        converted = {"table": cache.get(table), "rounded": cache.get(rounded), "promoted": cache.get(promoted)}
         results.append({**cache.host_planes(), **packed, **converted})
 
     assert_same_bits(results[0], results[1])
-    kernels = {"fill_pages", "pack_pages", "unpack_pages", "copy_columns", "bf16_from_f32", "f32_from_bf16"}
+    kernels = {"fill_pages", "pack_pages", "unpack_pages", "copy_columns", "set_entries", "bf16_from_f32",
+               "f32_from_bf16"}
     assert kernels == {launch.kernel for launch in simulated.launches}
 
 

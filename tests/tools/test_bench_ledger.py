@@ -49,7 +49,7 @@ def test_the_table_names_every_operation() -> None:
     result, refused = invoke("--pages", "2", "--shredded"), invoke("--pages", "0")
     lines = result.stdout.splitlines()
 
-    assert lines[0].split() == ["operation", "pages", "us", "mean", "p95", "floor"]
+    assert lines[0].split() == ["operation", "pages", "siblings", "us", "mean", "p95", "floor"]
     assert [line[:20].rstrip() for line in lines[1:]] == NAMES
     assert "of 2 calls each; floor" in result.stderr
     assert (2, "") == (refused.exit_code, refused.stdout)
@@ -67,10 +67,14 @@ def test_shredded_means_that_no_two_pages_of_a_sequence_adjoin(is_shredded: bool
     assert is_shredded != (ids == list(range(ids[0], ids[0] + 8)))
 
 
+@pytest.mark.parametrize("siblings", [0, 1, 5])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_operation_undoes_itself(name: str) -> None:
+def test_every_operation_undoes_itself(name: str, siblings: int) -> None:
     """So sample follows sample on the same state: the third call has as many free pages as the second."""
-    bench = bench_ledger.Bench(3, is_shredded=False)
+    bench = bench_ledger.Bench(3, is_shredded=False, siblings=siblings)
+    shared = set() if bench.shared is None else {*bench.ledgers.kept["main"].by_number[bench.shared.number].members}
+    assert siblings == len(bench.ledgers.continuations.states)
+    assert all({*kept.members} == shared for kept in bench.ledgers.kept["main"].by_number.values())
     pool = bench.ledgers.active["main"].pool
     operation = bench.operations()[name]
     available = []

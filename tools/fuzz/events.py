@@ -111,7 +111,8 @@ class WalkShape:
 
 
 def draw_shape(rng: random.Random) -> WalkShape:
-    """Draw a small store: any context, one to five rows, at most the pages that all lanes can use, any backend.
+    """Draw a small store: any context, often of whole pages, one to five rows, at most the pages that all lanes can
+    use, any backend.
 
     One store of three has lease growth, more context than a first window, and fewer pages.
     """
@@ -122,6 +123,8 @@ def draw_shape(rng: random.Random) -> WalkShape:
         max_context = rng.randint(400, 900)
     elif rng.random() < 0.05:  # more than one binding window of 64 pages
         max_context, max_concurrency = rng.randint(64 * 66, 64 * 80), rng.randint(1, 2)
+    if rng.random() < 1 / 2:  # units ask about S by pages only
+        max_context = pages_of(max_context) * pk.PAGE_TOKENS
     blocks = pages_of(max_context)
     least, most = max(blocks, max_concurrency), blocks * max_concurrency
     pages = max(rng.randint(least, most), rng.randint(least, most))
@@ -142,12 +145,15 @@ class EventDrawer:
 
     Attributes:
         is_watched: whether the store has the sanitizer: it withdraws table entries too, which may break off.
+        batches: those of the last batch events, for later units.
+        drawn: the sequences that were drawn last for a batch.
     """
 
     rng: random.Random
     model: LedgerModel
     is_watched: bool
     batches: list[tuple[int, list[SequenceModel]]] = field(default_factory=list)
+    drawn: list[SequenceModel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -159,7 +165,7 @@ class EventDrawer:
         self.is_fragile = rng.random() < (0.6 if self.is_watched else 0.2)  # some change of tables breaks off
         weights: dict[Callable[[], Arguments], float] = {
             self.activate: 7, self.begin: 26, self.commit: 26, self.fail: 3, self.trim: 8, self.truncate: 8,
-            self.ensure: 3, self.finish: 9, self.abort: 1, self.batch: 2, self.misuse: 1, self.overreach: 3,
+            self.ensure: 3, self.finish: 9, self.abort: 1, self.batch: 4, self.misuse: 1, self.overreach: 3,
             self.resume: 24, self.snapshot: 8, self.release: 4, self.protect: 6, self.cut: 8, self.attach: 4,
             self.round: 1,
         }  # fmt: skip
@@ -490,11 +496,21 @@ class EventDrawer:
         return self._choice(self.model.retained)
 
     def _some_sequences(self) -> list[SequenceModel]:
-        """Return distinct sequences in any order, mostly those at a boundary; sometimes none, stale or twice."""
+        """Return distinct sequences in any order, mostly those at a boundary; sometimes none, stale or twice.
+
+        Often they are those of the last batch, of which one may have come, gone or ended.
+        """
         active = self.model.active
         resting = [sequence for sequence in active if sequence.unit is None]
         pick = active if self._breaks_rule() else resting
         sequences = self.rng.sample(pick, self.rng.randint(min(1, len(pick)), len(pick)))
+        may_end = self._breaks_rule()
+        if self.drawn and (may_end or self.rng.random() < 1 / 3):
+            kept = [sequence for sequence in self.drawn if may_end or sequence in pick]
+            fresh = [sequence for sequence in sequences if sequence not in kept][: self.rng.randrange(2)]
+            at = self.rng.randint(0, len(kept))
+            sequences = [*kept[:at], *fresh, *kept[at + self.rng.randrange(2) :]] or sequences
+        self.drawn = sequences
         if self._breaks_rule():
             spoiled = self.rng.choice((self.model.sequences[-8:], sequences, []))
             sequences = [*sequences, *spoiled[:1]]

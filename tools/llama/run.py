@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 import pagedkv as pk
-from pagedkv.graphs import DecodeLoop
+from pagedkv.graphs import DecodeLoop, StepTokens
 from pagedkv.tools.console import device_choice, positive, say
 from pagedkv.tools.llama.model import LlamaModel, linear_for
 from pagedkv.tools.llama.tokenizer import TextStream, Tokenizer
@@ -198,14 +198,14 @@ class _Runner:
             self._running[sequence] = request
             self._loop.prefill(sequence, request.ids)
 
-    def _step(self) -> dict[pk.Sequence, list[int]]:
+    def _step(self) -> StepTokens:
         """Step the loop; time it unless a new shape was captured, which compiles and warms up."""
         shapes = len(self._loop.graphs.replays())
         begin = time.perf_counter()
         delivered = self._loop.step(self._running, stop_tokens=self._stop_ids)
         if shapes == len(self._loop.graphs.replays()):
             self._timed_seconds += time.perf_counter() - begin
-            self._timed_tokens += sum(len(tokens) for tokens in delivered.values())
+            self._timed_tokens += delivered.token_count
         return delivered
 
     def _retire(self, sequence: pk.Sequence) -> None:

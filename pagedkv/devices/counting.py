@@ -1,0 +1,191 @@
+"""CountingDevice: a device whose copies, launches and waits do nothing but count.
+
+A store and a decode loop run on it, so that what is timed is the host's own work (`pagedkv bench step`).  Arrays are
+NumPy arrays that nobody fills: every word that a loop reads is 0.  Nothing is checked.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.devices.protocol import Event, Extent, ModuleSpec, NodeRecord, Shape, Stream
+from pagedkv.devices.users import Users
+
+
+class CountingDevice:
+    """Implements `pagedkv.Device`; `driver_calls` counts what a device would do."""
+
+    name = "counting"
+    description = "counting device: copies, launches and waits do nothing but count"
+
+    def __init__(self) -> None:
+        self.driver_calls = 0
+        self.state = CountingState()
+
+    def empty(
+        self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None  # noqa: ARG002
+    ) -> npt.NDArray[Any]:
+        """Allocate aligned zeros, which the system maps when somebody reads them."""
+        extents = (shape,) if isinstance(shape, int) else shape
+        byte_count = math.prod(extents) * np.dtype(dtype).itemsize
+        memory = np.zeros(byte_count + align_bytes, np.uint8)
+        first = -memory.ctypes.data % align_bytes
+        return memory[first : first + byte_count].view(dtype).reshape(extents)
+
+    zeros = empty
+
+    def pinned(self, shape: Shape, dtype: npt.DTypeLike, *, name: str | None = None) -> npt.NDArray[Any]:  # noqa: ARG002
+        """Allocate zeros."""
+        return np.zeros(shape, dtype)
+
+    def stream(self) -> CountingStream:
+        """Make a stream."""
+        return CountingStream(self)
+
+    def event(self) -> CountingEvent:
+        """Make an event."""
+        return CountingEvent(self)
+
+    def load(self, spec: ModuleSpec) -> CountingModule:
+        """Compile nothing."""
+        return CountingModule(self, spec)
+
+    def copy(self, destination: Any, source: Any, stream: Stream) -> None:  # noqa: ARG002
+        """Count a copy."""
+        self.driver_calls += 1
+
+    def call(self, stream: Stream, fn: Callable[..., Any], *arguments: Any) -> None:  # noqa: ARG002
+        """Count a call."""
+        self.driver_calls += 1
+
+    def require_usable(self, what: str, array: object, *, is_written: bool) -> None:
+        """Take every array."""
+
+    def readable(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Give the array."""
+        return array
+
+    def begin_capture(self, stream: Stream) -> None:
+        """Let the stream say that it captures."""
+        _own(stream).is_capturing = True
+
+    def end_capture(self, stream: Stream) -> CountingGraph:
+        """Give a graph that counts its launches."""
+        _own(stream).is_capturing = False
+        return CountingGraph(self)
+
+    def abort_capture(self, stream: Stream) -> None:
+        """End the capture."""
+        _own(stream).is_capturing = False
+
+    def address(self, array: npt.NDArray[Any]) -> int:
+        """Give the address of the first element."""
+        return int(array.ctypes.data)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Give the free and total memory of the host."""
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
+
+    def empty_caches(self) -> int:
+        """Keep nothing."""
+        return 0
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def _own(stream: Stream) -> CountingStream:
+    assert isinstance(stream, CountingStream), f"{stream} is no stream of a counting device"
+    return stream
+
+
+class CountingState:
+    """A device that can always be used."""
+
+    unusable = capturing_on = ""
+
+    def __init__(self) -> None:
+        self.users = Users()
+
+    def check_outside_capture(self, what: str) -> None:
+        """Refuse nothing."""
+
+
+class CountingStream:
+    """A stream on which everything has run."""
+
+    def __init__(self, device: CountingDevice) -> None:
+        self.device = device
+        self.is_capturing = False
+
+    def synchronize(self) -> None:
+        """Count a wait."""
+        self.device.driver_calls += 1
+
+    def record(self, event: Event) -> None:  # noqa: ARG002
+        """Count a record."""
+        self.device.driver_calls += 1
+
+    def wait(self, event: Event) -> None:  # noqa: ARG002
+        """Count a wait."""
+        self.device.driver_calls += 1
+
+
+class CountingEvent:
+    """An event that has passed."""
+
+    def __init__(self, device: CountingDevice) -> None:
+        self._device = device
+
+    def synchronize(self) -> None:
+        """Count a wait."""
+        self._device.driver_calls += 1
+
+    def query(self) -> bool:
+        """Count a query."""
+        self._device.driver_calls += 1
+        return True
+
+
+class CountingGraph:
+    """A graph without nodes."""
+
+    nodes: tuple[NodeRecord, ...] = ()
+
+    def __init__(self, device: CountingDevice) -> None:
+        self._device = device
+
+    def launch(self, stream: Stream) -> None:  # noqa: ARG002
+        """Count a launch."""
+        self._device.driver_calls += 1
+
+    def upload(self, stream: Stream) -> None:  # noqa: ARG002
+        """Count an upload."""
+        self._device.driver_calls += 1
+
+
+class CountingModule:
+    """A module that exports every name; its kernels are itself."""
+
+    def __init__(self, device: CountingDevice, spec: ModuleSpec) -> None:
+        self._device = device
+        self.spec = spec
+        self.name = spec.name
+
+    def kernel(self, name: str) -> CountingModule:  # noqa: ARG002
+        """Give a kernel that counts its launches."""
+        return self
+
+    def launch(
+        self, grid: Extent, block: Extent, arguments: Sequence[Any], stream: Stream, *, reads: Sequence[Any] = ()  # noqa: ARG002
+    ) -> None:
+        """Count a launch of a legal extent."""
+        assert 0 < math.prod(block) <= 1024, block
+        self._device.driver_calls += 1
