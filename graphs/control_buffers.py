@@ -7,8 +7,8 @@ The first node of a unit copies the whole ingress to the device, the last one co
 so publishing selectors costs no call of its own.  The host writes `ingress` only between units and
 reads `egress` only after the unit completed.  Each shape has its own pinned words.  All shapes share the store's device
 words: units run one after the other on one stream, and each unit first overwrites its ingress.  The egress keeps the
-words of the last unit until the model writes it.  `GraphCache` therefore blanks the egress before the first run of a
-shape, which reveals a model that never writes next_tokens, but not one that writes them only at times.
+words of the last unit until the model writes it.  So `GraphCache` and `DecodeLoop` blank the egress before the first
+run of a shape.  This reveals a model that never writes next_tokens, but not one that writes them only at times.
 """
 
 from __future__ import annotations

@@ -37,6 +37,9 @@ from pagedkv.graphs.unit import Model
 
 PREFILL_CHUNK = 128
 
+_LISTS = (list, tuple)
+_NAMES, _NAMES_REMEDY = "sequences, each once", "pass a list of handles, of one sequence too"
+_NO_FRONTIERS: Int32 = np.zeros(0, np.int32)
 _NO_STOPS: frozenset[int] = frozenset()
 _DOMAIN = nvtx.get_domain("pagedkv")
 _DECODE = _DOMAIN.get_event_attributes(message="pagedkv.decode")
@@ -73,7 +76,7 @@ class LoopStatistics:
 
 
 class _Pending(NamedTuple):
-    """A step or a piece of a prompt that has begun: after an interrupt, at the latest the next call takes it back.
+    """A step or a piece of a prompt that has begun; if an interrupt ends it, the next call takes it back.
 
     Attributes:
         batch: its rows.
@@ -554,11 +557,6 @@ class Prefill:
         if left:
             self._loop._write(self, min(left, self._loop.prefill_chunk))
         return self.tokens_left
-
-
-_LISTS = (list, tuple)
-_NAMES, _NAMES_REMEDY = "sequences, each once", "pass a list of handles, of one sequence too"
-_NO_FRONTIERS: Int32 = np.zeros(0, np.int32)
 
 
 def _stops(stop_tokens: Iterable[int]) -> frozenset[int]:

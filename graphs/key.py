@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import pagedkv as pk
 
 EXTENT_MAX = 1 << 30
+"""Beyond every B, W and max_context of a store."""
+
 SCALE_MAX = 1e38
+"""As `causal_attention` takes it: dot(q, k) times it stays a finite float."""
 
 
 @dataclass(frozen=True)

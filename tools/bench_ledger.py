@@ -281,5 +281,6 @@ def command(
         click.echo(f"{'operation':<20}{'pages':>7}{'siblings':>10}{'us':>10}{'mean':>10}{'p95':>10}{'floor':>10}")
         for f in figures:
             floor = "-" if f.floor_us is None else f"{f.floor_us:.1f}"
-            click.echo(f"{f.operation:<20}{f.pages:>7}{f.siblings:>10}{f.us:>10.1f}{f.us_mean:>10.1f}{f.us_p95:>10.1f}{floor:>10}")
+            click.echo(f"{f.operation:<20}{f.pages:>7}{f.siblings:>10}{f.us:>10.1f}{f.us_mean:>10.1f}{f.us_p95:>10.1f}"
+                       f"{floor:>10}")
     say(f"microseconds: median, mean and 95th percentile of {samples} calls each; floor: the bare NumPy work alone")

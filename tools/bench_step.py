@@ -67,13 +67,13 @@ class Floor:
         self.top = self.free.size
 
     def step(self) -> None:
-        """One step, as design 8 states it."""
+        """One step."""
         lens, mapped, table, free, top = self.lens, self.mapped, self.table, self.free, self.top
         delta, mirror = self.delta, self.mirror
         np.add(lens, 1, out=lens)
         rows = np.flatnonzero(lens > mapped * 64)
         if rows.size:
-            pages = free[top - rows.size:top]; top -= rows.size  # noqa: E702 - the text of the floor, word for word
+            pages = free[top - rows.size:top]; top -= rows.size  # noqa: E702 - another text is another floor
             cols = mapped[rows]; table[rows, cols] = pages; mapped[rows] += 1  # noqa: E702
             delta[0, :rows.size] = rows; delta[1, :rows.size] = cols; delta[2, :rows.size] = pages  # noqa: E702
             mirror[rows, cols] = pages
@@ -398,7 +398,8 @@ def print_table(figures: list[StepFigure]) -> None:
                f"{'floor':>7}{'ratio':>7}{'prealloc':>9}{'wall':>8}")
     for f in figures:
         click.echo(f"{f.subject:<{width}}{f.rows:>5}{f.width:>3}{f.pools:>6} {f.composition:<9}{f.us:>8.1f}"
-                   f"{f.us_mean:>8.1f}{f.us_p95:>8.1f}{f.floor_us:>7.1f}{f.ratio:>7.2f}{f.preallocated_us:>9.1f}{f.wall_us:>8.1f}")
+                   f"{f.us_mean:>8.1f}{f.us_p95:>8.1f}{f.floor_us:>7.1f}{f.ratio:>7.2f}"
+                   f"{f.preallocated_us:>9.1f}{f.wall_us:>8.1f}")
 
 
 def read_numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:  # noqa: ARG001 - click

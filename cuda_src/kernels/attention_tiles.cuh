@@ -49,7 +49,7 @@ struct Attention {
     const int32_t* block_table;
     int table_width;
     const int32_t* positions;  // causal: position of column 0; context: number of positions that every column sees
-    const int32_t* table_rows;     // null: every entry has row 0
+    const int32_t* table_rows;  // null: every entry has row 0
     const int32_t* valid_columns;
     int width, kv_heads, group_size;
     float scale_log2;  // scale * log2(e)
@@ -341,7 +341,8 @@ __device__ __forceinline__ void fold_stream(const Attention& op, const Tile& til
                                             const int* row_positions, float* slices, float* sums, int group) {
     const int stream = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int32_t* table_row = op.block_table + static_cast<int64_t>(table_row_of(op.table_rows, tile.entry)) * op.table_width;
+    const int32_t* table_row =
+        op.block_table + static_cast<int64_t>(table_row_of(op.table_rows, tile.entry)) * op.table_width;
     const int first_position = row_positions[0];  // the smallest of the live rows
     const int group_end = group_start(group + 1);
     const int page_end = (group_end - 1 < tile.last_position ? group_end - 1 : tile.last_position) >> kPageShift;

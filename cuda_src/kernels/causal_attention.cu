@@ -10,8 +10,8 @@
 // decode: one block per key group.  It finishes the rows whose context is one group; of other rows it stores (O, m, l)
 // in the workspace, and the merge folds the groups from the left.  The grid depends on shapes only; blocks of groups
 // beyond the tile's last position return at once (C15.3).  prefill: one block folds all groups in turn, with the same
-// arithmetic.  Inert columns, all columns of an entry with table row -1, and columns before position 0, which see nothing,
-// give exact +0 and lse -infinity.
+// arithmetic.  Inert columns, all columns of an entry with table row -1, and columns before position 0, which see
+// nothing, give exact +0 and lse -infinity.
 
 #include "kernels/runtime.cuh"
 
@@ -90,8 +90,9 @@ __device__ __forceinline__ void merge_groups(const Attention& op) {
 // ---- kernels -------------------------------------------------------------------------------------------------------
 //
 // q, out: (B, W, Hq, D) BF16; lse: (B, W, Hq) FP32 or null; planes of one layer with their head and page strides in
-// bytes; block_table: (C, table_width); first_positions, table_rows, valid_columns: (B,), table_rows null for a table of
-// one row, valid_columns null when every column is live; workspace: attention_tiles.cuh, null when groups == 1 or for prefill.  All rows 16-byte aligned.
+// bytes; block_table: (C, table_width); first_positions, table_rows, valid_columns: (B,), table_rows null for a table
+// of one row, valid_columns null when every column is live; workspace: attention_tiles.cuh, null when groups == 1 or
+// for prefill.  All rows 16-byte aligned.
 
 #define PK_ATTENTION_PARAMETERS                                                                                        \
     const uint16_t *__restrict__ q, uint16_t *__restrict__ out, float *__restrict__ lse,                               \

@@ -127,8 +127,8 @@ __device__ __forceinline__ void merge_context(const Attention& op, const uint16_
 //
 // q, out: (B, W, Hq, D) BF16; k, v: (B, W, Hkv, D) BF16, the temporary rows; lse: (B, W, Hq) FP32 or null; code planes
 // of one layer with their head and page strides in bytes; block_table: (C, table_width); context_lengths, table_rows,
-// valid_columns: (B,), table_rows null for a table of one row, valid_columns null when every column is live; workspace: attention_tiles.cuh, null when groups == 1.
-// All rows 16-byte aligned.
+// valid_columns: (B,), table_rows null for a table of one row, valid_columns null when every column is live; workspace:
+// attention_tiles.cuh, null when groups == 1.  All rows 16-byte aligned.
 
 #define PK_CONTEXT_PARAMETERS                                                                                          \
     const uint16_t *__restrict__ q, const uint16_t *__restrict__ k, const uint16_t *__restrict__ v,                    \

@@ -65,7 +65,7 @@ class CountingDevice:
         self.driver_calls += 1
 
     def require_usable(self, what: str, array: object, *, is_written: bool) -> None:
-        """Take every array."""
+        """Accept every array."""
 
     def readable(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Give the array."""

@@ -163,7 +163,7 @@ class BaseKernel(ABC):
         self.name = signature.name
         self.signature = signature
         self.parameters = signature.parameters
-        self._code = code  # stays loaded; not the module, which holds its kernels
+        self._code = code  # keeps it loaded; not the module, because a module holds its kernels
         self._context = context
 
     def launch(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pagedkv.devices.protocol import Shape
 from pagedkv.errors import CapacityError, MisuseError, shown
-from pagedkv.values.checks import BYTES_MAX, array_form, checked_integer, form_bytes
+from pagedkv.values.checks import INT64_MAX, array_form, checked_integer, form_bytes
 
 ALIGN_BYTES_MAX = 4096
 ARRAY_BASES_MAX = 8  # NumPy collapses views of views to two bases; each stride trick adds one
@@ -47,8 +47,7 @@ class HostAllocation:
 
 
 class BaseMemory(ABC):
-    """All memory of one device.
-    """
+    """All memory of one device."""
 
     def __init__(self) -> None:
         self._live_bytes: dict[bool, dict[int, int]] = {False: {}, True: {}}  # by is_pinned, then by key
@@ -88,7 +87,7 @@ class BaseMemory(ABC):
 
 
 def lies_within(array: npt.NDArray[Any]) -> bool:
-    """Does the array lie within the memory behind it?  A stride trick can reach beyond it; unknown memory: yes."""
+    """Does the array lie within the memory behind it?  A stride trick can reach beyond it.  Unknown memory: yes."""
     origin = _origin(array)
     if isinstance(origin, HostAllocation):
         first, end = origin.address, origin.end
@@ -128,7 +127,12 @@ def _origin(array: npt.NDArray[Any]) -> object:
 def check_allocation(
     shape: Shape, dtype: npt.DTypeLike, align_bytes: int = 1, name: str | None = None
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Check what a caller asks for, and give it as NumPy's own types."""
+    """Check what a caller asks for, and give it as NumPy's own types.
+
+    Raises:
+        MisuseError: no shape or dtype of an array, an alignment that is no power of two, or a name that is no text.
+        CapacityError: more bytes than an address space has.
+    """
     extents, resolved = array_form(shape, dtype)
     remedy = "use 256 for planes and 16 for rows"
     checked_integer("align_bytes of an allocation", align_bytes, 1, ALIGN_BYTES_MAX, remedy=remedy, clause="C3.8")
@@ -139,7 +143,7 @@ def check_allocation(
         raise MisuseError("the name of an allocation", expected="a text or None", got=shown(name),
                           remedy="name it for messages", clause="C15.1")
     byte_count = form_bytes(extents, resolved)
-    if byte_count > BYTES_MAX:  # the allocator would see only its low 64 bits
+    if byte_count > INT64_MAX:  # the allocator would see only its low 64 bits
         raise no_memory(byte_count, None, "an address space", f"2**{byte_count.bit_length()} bytes asked for")
     return extents, resolved
 

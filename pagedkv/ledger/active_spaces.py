@@ -211,9 +211,10 @@ class ActiveSpaces:
     # ---- units ------------------------------------------------------------------------------------
 
     def reaches_new_pages(self, columns: Tokens) -> bool:
-        """Note where a unit of columns[r] in every row r ends, and say whether some row leaves its mapped pages.
+        """Note where a unit of columns[r] in every row r ends, and say whether some row may leave its mapped pages.
 
-        A unit in which no row does costs two vector operations.  `require_writable` and `map_reached` follow.
+        If none may, two vector operations were enough.  Otherwise the caller asks `is_ready` and `is_writable`, and
+        calls `map_reached`.  If S lies inside a page, the answer is always True: a row may pass S within its pages.
         """
         np.add(self.committed_end, columns, self._unit_ends)
         np.less(self.mapped_end, self._unit_ends, self._crossing)
@@ -302,7 +303,10 @@ class ActiveSpaces:
     def trim(self, index: RowIndex, provisional: Tokens | None = None) -> int:
         """Return the pages of some rows behind committed + provisional columns to their own reservations.  (C9.6)
 
-        They lie behind `shared_end`, so they are the row's own.  Available does not change.  Returns how many.
+        The pages lie behind `shared_end`, so they are the row's own.  Available does not change.
+
+        Returns:
+            How many pages.
         """
         rows = self._trailing_rows(index, provisional)
         if rows is None:
@@ -420,7 +424,7 @@ class ActiveSpaces:
     # ---- helpers ----------------------------------------------------------------------------------
 
     def _map(self, rows: npt.NDArray[np.int64], ends: Tokens) -> TableSlices:
-        """Move new pages from the reservation to the allocation of the same space, up to ends of rows.  (C6.2, C6.5)"""
+        """Map rows to ends: new pages move from the reservation of a space to its allocation.  (C6.2, C6.5)"""
         old_ends = self.mapped_end[rows]
         new_ends = (ends + _PAGE_MASK) & _PAGE_STARTS
         is_unbound = self.bound_end[rows] < new_ends

@@ -74,7 +74,7 @@ class Batch:
 def batch_of(
     sequences: tuple[Sequence, ...], rows: npt.NDArray[np.int64], serials: npt.NDArray[np.int64], stamp: int
 ) -> Batch:
-    """Return the batch of sequences whose handles the caller has checked; each row stands once in its mask."""
+    """Return the batch of sequences whose handles the caller has checked; two sequences of one row set one bit."""
     rows.flags.writeable = serials.flags.writeable = False
     count = rows.size
     if count == 1:

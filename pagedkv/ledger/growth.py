@@ -111,7 +111,7 @@ class LeaseGrowth:
             for index in unextended:
                 row = int(rows[index])
                 end, held = int(frontiers[index]) + self.widest_tokens, spaces.entitled_end.item(row)
-                if held < min(end, int(self.full_pages[name][row]) * PAGE_TOKENS):
+                if held < min(end, int(self.full_pages[name][row]) * PAGE_TOKENS):  # not covered: the old one stays
                     frontiers[index] = self.round_frontier[name][row]
             self.round_frontier[name][rows] = frontiers
         return unextended

@@ -107,6 +107,7 @@ class Ledger:
         self.transactions = Transactions(config, self.active, self.sequences, self.continuations, self.growth)
         self.units = Units()
         self._aborting: dict[int, Sequence] = {}
+        # Counts of a unit in which each of B entries writes W columns, by (B, W); every batch of B entries has them.
         self._uniform: dict[tuple[int, int], tuple[Tokens, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]] = {}
         self._last_batch = batch_of((), *numbers_of(()), self.sequences.stamp)
 

@@ -70,8 +70,7 @@ class PagePool:
     def serials(self) -> npt.NDArray[np.int64]:
         """Generations of the leases, the trimmed ones renewed."""
         if self._stale:
-            self.renew(np.concatenate(self._stale))
-            self._stale.clear()  # last: an interrupt before it only renews them twice
+            self._renew_stale()
         return self._serials
 
     @property
@@ -125,7 +124,7 @@ class PagePool:
         self.reserved += ids.size
         self._stale.append(ids)
         if len(self._stale) == NOTED_MAX:
-            self.serials  # noqa: B018 - renews them
+            self._renew_stale()
 
     def release(self, ids: Ids, *, leased: int) -> None:
         """Make distinct ids available; `leased` of them count as leases, the others as bound (S25, S35)."""
@@ -147,6 +146,10 @@ class PagePool:
         """Give ids new serials, so that their earlier leases are stale.  (C6.1)"""
         self._serials[self.free_runs.index_of(ids)] = np.arange(self._serial_next, self._serial_next + ids.size)
         self._serial_next += ids.size
+
+    def _renew_stale(self) -> None:
+        self.renew(np.concatenate(self._stale))
+        self._stale.clear()  # last: an interrupt before it only renews them twice
 
     def _holds(self, at: Index, serials: npt.NDArray[np.int64]) -> bool:
         """Say whether every id is one of this pool, bound or leased; a slice lies within the pool."""

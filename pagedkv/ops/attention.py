@@ -85,8 +85,8 @@ def context_attention(
     Args:
         view: of a draft pool: head-major, bf16, D 64 or 128; of a batch, or of one sequence without table_rows (B = 1).
         q, k, v: W from 1 to 16 columns; k and v are the temporary rows.
-        context_lengths: (B,) int32 on the device, 0 <= n_b <= max_context; where it is 0 (or
-            negative), no table entry is read.
+        context_lengths: (B,) int32 on the device, 0 <= n_b <= max_context; where it is 0 or negative, no table entry is
+            read.
         scale, lse: as of `causal_attention`.
         workspace: `workspace_bytes` of the decode AttentionShape of the call; None where that is 0.
 

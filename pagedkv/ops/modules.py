@@ -45,7 +45,7 @@ PAGE_MOVE_KERNELS = ("fill_pages", "pack_pages", "unpack_pages", "copy_columns",
 
 SHIPPED_HEAD_DIMS_BF16: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
 SHIPPED_HEAD_DIMS_EVENTS: tuple[int, ...] = (128,)
-"""Of the modules that count codec events: their code is that of the other modules but for three sums."""
+"""Of the modules that count codec events: their code is that of the other modules, and three sums."""
 
 assert PROFILE_NUMBERS.keys() == PROFILES.keys(), "every profile has kernels (C4.1)"
 

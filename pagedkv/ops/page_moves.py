@@ -120,7 +120,7 @@ def set_entries(kernel: Kernel, table: Array, entries: Array, count: int, blocks
     Args:
         kernel: `set_entries` of the module of page moves.
         table: (C, L) int32; blocks: L.
-        entries: int32: `count` rows, then as many blocks, then as many page ids; no entry stands twice.
+        entries: int32: `count` rows, then as many blocks, then as many page ids; no entry occurs twice.
     """
     grid = ((count + SET_THREADS - 1) // SET_THREADS, 1, 1)
     kernel.launch(grid, (SET_THREADS, 1, 1), (table, entries, np.int32(count), blocks), stream)

@@ -249,10 +249,9 @@ class Selectors:
                                   remedy="pass store.views[pool][layer] for a batch", clause="C14.1")
         else:
             check_array("table_rows", self.table_rows, np.int32, (batch,), "C14.4")
-        if self.has_live:
+        check_array(self.positions_name, self.positions, np.int32, (batch,), "C14.4")
+        if self.has_live or self.live is not None:
             check_array(self.live_name, self.live, np.int32, (batch,), "C14.4")
-        for name, array in self.named_arrays:
-            check_array(name, array, np.int32, (batch,), "C14.4")
 
     def check_width(self, width: int, max_context: int) -> None:
         """Refuse a call whose columns are all live and more than a context holds."""

@@ -6,7 +6,7 @@
 
 A latched store allows only `close`, `memory_summary`, `event_counts` and `evidence`.  One thread of one process uses a
 store; calls from another thread or process are refused.  The device refuses such calls of its own methods, and it tells
-the access of each fault, whoever launched the work (`devices/users.py`).  So no work reaches the device past this edge.
+the access of each fault, whoever launched the work (`devices/users.py`).  So no work gets around these checks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Access:
         """Refuse a call of another thread or process, of a closed or latched store, or one that a capture forbids.
 
         `reaches_device`: the call submits work or waits for it.  A replay must not repeat it (C11.2), and CUDA refuses
-        most of it while any stream of the device captures, so nothing of it begins.
+        most of it while any stream of the device captures, so nothing of it begins.  The call also writes the journal's
+        lines of earlier calls.
         """
         if get_ident() != self._thread:
             self.require_owner(operation)
@@ -67,7 +68,7 @@ class Access:
                               remedy="use one store per thread, and none across fork", clause="C12.4")
 
     def note_fork(self) -> None:
-        """Refuse every thread of a child process; asking for the process at every call would take half of its time."""
+        """Refuse every thread of a child process.  `os.getpid` in each call would take half of the call's time."""
         self._thread = 0
 
     def write_journal(self) -> None:

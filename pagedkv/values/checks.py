@@ -20,7 +20,10 @@ __all__ = ["array_form", "checked_counts", "checked_integer", "checked_items", "
            "has_method", "shown"]
 
 AXES_MAX = 32
-BYTES_MAX = (1 << 63) - 1
+"""Most axes of an array: the limit of NumPy 1; that of NumPy 2 is 64."""
+
+INT64_MAX = (1 << 63) - 1
+"""The largest count of bytes that an allocator takes."""
 
 
 def checked_integer(
@@ -107,5 +110,5 @@ def array_form(shape: object, dtype: object) -> tuple[tuple[int, ...], np.dtype[
 
 
 def form_bytes(extents: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Return the bytes that NumPy needs to be able to count for such an array: an extent of 0 counts as 1."""
+    """Return the bytes of an array as NumPy limits them: it counts an extent of 0 as 1."""
     return math.prod(extent or 1 for extent in extents) * dtype.itemsize

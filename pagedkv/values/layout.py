@@ -11,7 +11,7 @@ Every entry has an owner, and every byte of a plan belongs to exactly one:
     guard pages                     the page group behind the last id of each pool, in sanitizer mode
     block tables                    (C, L) int32 of each pool
     codec counters                  (3,) uint64 of each quantized pool, if the store counts codec events
-    control buffers                 selectors in, sampled tokens out; shared by every captured unit
+    control buffers                 selectors in, sampled tokens out, table entries of a step; shared by every unit
     attention workspace             partial results of the widest unit; shared by every captured unit
     sequence state                  declared by the caller
     graph allowance                 captured graphs, their buffers, allocator rounding

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pagedkv.errors import CapacityError, ConfigError, shown
-from pagedkv.values.checks import BYTES_MAX, checked_integer
+from pagedkv.values.checks import INT64_MAX, checked_integer
 from pagedkv.values.config import CAPACITY_TOKENS_MAX, AutoCapacity, StoreConfig
 from pagedkv.values.layout import StoreLayout, build_layout
 from pagedkv.values.quantities import PAGE_TOKENS, pages_for_tokens
@@ -169,7 +169,7 @@ def plan(
     counts = {"free_bytes": free_bytes if is_free_known else 0,
               "total_bytes": 0 if total_bytes is None else total_bytes, "cache_bytes": cache_bytes}
     for name, count in counts.items():
-        checked_integer(name, count, 0, BYTES_MAX, remedy="pass what the device reports", clause="C5.3",
+        checked_integer(name, count, 0, INT64_MAX, remedy="pass what the device reports", clause="C5.3",
                         kind=ConfigError)
     curve = capacity_curve(config)
     least, most = acceptable_pages(config)

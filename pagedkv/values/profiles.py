@@ -30,7 +30,7 @@ CODEC_EVENTS = ("saturated", "nonfinite", "zero_groups")
 """What appends count, in the order of the counters; a group is 64 dims (int8), a row (fp8) or 16 dims (fp4).
 
 saturated: the largest magnitude is beyond the largest scale.  nonfinite: stored with a NaN or infinite scale.
-zero_groups: stored with scale zero (codecs 8).
+zero_groups: stored with scale zero.  Codecs 8 names the first two.
 """
 
 HEAD_DIMS_BF16 = tuple(range(16, 257, 16))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
+from pagedkv.devices.cache_folder import CacheFolder
 from pagedkv.devices.cpu import compiler as cpu_compiler
 from pagedkv.devices.cpu import runtime as cpu_runtime
 from pagedkv.devices.cpu.compiler import Compiler, build, find_compiler, zig_compiler
@@ -166,7 +167,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache without libraries; zig's own files stay where they are, since it takes 6 s to make them again."""
     monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(cpu_compiler.zig_cache_folder()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return cpu_compiler.cache_folder()
+    return CacheFolder("cpu").path
 
 
 def test_equal_text_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,11 +169,6 @@ def check_flags(kind: str, checks: str) -> tuple[str, ...]:
     return ("-fsanitize=alignment,bounds", "-fsanitize-trap=all")
 
 
-def cache_folder() -> Path:
-    """Give the user's cache folder for compiled libraries."""
-    return CacheFolder("cpu").path
-
-
 def zig_cache_folder() -> Path:
     """Give the folder where zig keeps its own C library: beside the compiled kernels, not among them.
 

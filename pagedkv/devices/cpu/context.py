@@ -88,7 +88,7 @@ class CpuContext(BaseContext):
         return type(value) is np.ndarray
 
     def is_own(self, array: Any) -> bool:
-        """Is it memory of this device, pinned memory included?"""
+        """Does all of it lie in memory of this device, pinned memory included?"""
         return isinstance(array, np.ndarray) and self.memory.owner(array) is not None and lies_within(array)
 
     def address(self, array: npt.NDArray[Any]) -> int:

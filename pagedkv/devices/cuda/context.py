@@ -53,7 +53,7 @@ class CudaContext(BaseContext):
         return type(value) is np.ndarray or self.is_native(value)
 
     def is_own(self, array: Any) -> bool:
-        """Is it memory of this GPU, or pinned memory of this device?"""
+        """Does all of it lie in memory of this GPU, or in pinned memory of this device?"""
         if self.is_native(array):
             return bool(array.data.device_id == self.index) and self.lies_within(array)
         return isinstance(array, np.ndarray) and self.memory.owner(array) is not None and lies_within(array)
