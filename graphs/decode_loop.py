@@ -164,7 +164,8 @@ class DecodeLoop:
             prompt_ids: token ids, at least one, within the activated budget; an array of integers is not walked in
                 Python.  Output may use the rest of the budget, also where that is more than `output_tokens` of the
                 activation.  With lease growth the prompt must lie within the reserved pages without the room for a
-                forced span, as the activated prompt does.
+                forced span, as the activated prompt does.  Behind output of this loop, ended or not, it may be that
+                span: up to `forced_span_tokens` tokens, the last token included, always fit into its room (C9.2).
             last_token: must be said if the sequence has something committed, because the token that was sampled last
                 is not in the cache.  That token is written ahead of the prompt.  None: the prompt takes its place.
 
@@ -202,17 +203,21 @@ class DecodeLoop:
             raise pk.MisuseError(
                 f"a prompt of {ids.size} tokens for {sequence}",
                 expected=f"1 to {budget - start} token ids (activated for {budget}, {start} written)",
-                got=f"{ids.size}", remedy="activate with the prompt's length", clause="C9.2",
+                got=f"{ids.size}", remedy="pass a token, and no more than prompt_tokens + output_tokens of activate",
+                clause="C9.2",
             )
         batch = self.store.batch([sequence])
-        covered = int(self.store.covered_columns(batch, forced=True)[0])
-        if covered < budget - start:  # the lease may still grow: a prompt leaves the room for the forced span
+        reserved = covered = int(self.store.covered_columns(batch, forced=True)[0])
+        if reserved < budget - start:  # the lease may still grow: a prompt leaves the room for the forced span
             covered = int(self.store.covered_columns(batch)[0])
+            if self._outputs.knows(sequence):  # what is appended behind output is that span
+                covered = max(covered, min(reserved, self.store.config.forced_span_tokens))
         if ids.size > covered:
             raise pk.MisuseError(
                 f"a prompt of {ids.size} tokens for {sequence}",
                 expected=f"at most {covered} tokens, which are reserved", got=f"{ids.size}",
-                remedy="activate with the prompt's length: leases grow with decoding only", clause="C9.2",
+                remedy="activate with the prompt's length, or raise forced_span_tokens for tokens behind output: "
+                       "leases grow with decoding only", clause="C9.2",
             )
         return Prefill(self, batch, ids, start, budget - start - ids.size)
 

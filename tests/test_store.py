@@ -110,6 +110,8 @@ def test_lost_handles_are_found_again() -> None:
 
         assert store.sequences() == [first, second]
         assert store.units() == units
+        assert "written" not in repr(units[0]), "the arrays of a unit are not printed"
+        assert repr(units[0].batch) == f"Batch(sequences={(second,)})"
         store.units().clear()
         store.fail(store.units()[0])
         assert store.units() == units[1:]

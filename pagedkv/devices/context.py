@@ -52,7 +52,8 @@ class BaseContext(ABC):
         if self.unusable:
             raise MisuseError(
                 f"use of the {self.name} device", expected="an open device in the process that made it",
-                got=self.unusable, remedy="open a device in this process", clause="C12.4",
+                got=self.unusable, remedy="open a new one, and close a device only after its stores",
+                clause="C12.4",
             )
 
     def check_outside_capture(self, what: str) -> None:

@@ -243,7 +243,10 @@ class BaseDevice(ABC):
             self._drop(capture)
 
     def close(self) -> None:
-        """Release threads, modules and workspaces; arrays stay readable.  Closing twice is legal."""
+        """Release threads, modules and workspaces; arrays stay readable.  Closing twice is legal.
+
+        Close the stores of the device first: afterwards their calls that reach it are refused, `close` too.
+        """
         self._context.users.check_thread(f"close of the {self.name} device")
         if self._capture is not None:
             self._drop(self._capture)

@@ -56,12 +56,12 @@ class Batch:
     """
 
     sequences: tuple[Sequence, ...]
-    rows: npt.NDArray[np.int64]
-    serials: npt.NDArray[np.int64]
-    index: slice | npt.NDArray[np.int64]
-    rows_mask: int
-    stamp: int
-    by_width: dict[int, EntryColumns] = field(default_factory=dict)
+    rows: npt.NDArray[np.int64] = field(repr=False)
+    serials: npt.NDArray[np.int64] = field(repr=False)
+    index: slice | npt.NDArray[np.int64] = field(repr=False)
+    rows_mask: int = field(repr=False)
+    stamp: int = field(repr=False)
+    by_width: dict[int, EntryColumns] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -360,7 +360,7 @@ class LogicalPages:
         at = self.free_runs.index_of(logical)
         if not at_most(self.references[at], 1):
             self._refuse(what, at, self.references[at] <= 1, "a page of one space",
-                         "finish or release the other spaces first", "C9.10")
+                         "finish or release what shares it, or activate a fork at the lower frontier instead", "C9.10")
 
     def require_on_device(self, what: str, logical: Pages) -> None:
         """Refuse pages without a Device replica.  (C7.7)"""

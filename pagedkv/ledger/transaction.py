@@ -93,7 +93,8 @@ class ActivationTarget:
     def _refuse_count(self, name: str, value: object, low: int) -> None:
         raise MisuseError(f"an activation with {name}={shown(value)}",
                           expected=f"an int of at least {low} and below 2**62", got=shown(value),
-                          remedy="pass int(...) of a token count", clause="C9.2")
+                          remedy="pass the number of tokens as an int; prompt_tokens may be 0 only with a source",
+                          clause="C9.2")
 
 
 @dataclass(frozen=True)

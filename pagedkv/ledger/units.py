@@ -13,7 +13,7 @@ a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,8 @@ class Submission:
     number: int
     name: str
     batch: Batch
-    written: dict[str, EntryColumns]
-    first_positions: dict[str, npt.NDArray[np.int32]]
+    written: dict[str, EntryColumns] = field(repr=False)
+    first_positions: dict[str, npt.NDArray[np.int32]] = field(repr=False)
     is_open: bool = True
 
     @property

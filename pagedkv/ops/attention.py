@@ -152,7 +152,9 @@ class _Call:
             given_bytes = int(self.workspace.nbytes)
         if given_bytes < needed_bytes:
             raise MisuseError("the workspace", expected=f"at least {needed_bytes} bytes", got=f"{given_bytes} bytes",
-                              remedy="size it with workspace_bytes", clause="C14.4", needed_bytes=needed_bytes)
+                              remedy="for store.workspace raise decode_columns_max of the StoreConfig, or "
+                                     "prefill_columns_max for the prefill route; size your own with workspace_bytes",
+                              clause="C14.4", needed_bytes=needed_bytes)
         factor = math.pow(view.head_dim, -0.5) if scale is None else checked_number(
             "the scale", scale, SCALE_MAX, remedy="pass a Python float, or None for D ** -0.5", clause="C14.4"
         )

@@ -178,7 +178,7 @@ class Journal:
             failure = failure or caught.error
         if isinstance(failure, BaseException):
             raise JournalFailed("a complete journal", expected="every line written", got=shown(failure),
-                                remedy=f"repeat the {self.lines} lines that it holds, or record again",
+                                remedy=f"replay the {self.lines} lines that it holds, or record again",
                                 clause="C12.4", lines=self.lines) from failure
 
     def close_after(self, error: BaseException) -> None:

@@ -315,7 +315,8 @@ class StoreConfig:
             raise ConfigError(
                 "kv_capacity", expected=f"{self.pages_min} to {self.pages_max} pages of 64 tokens",
                 got=f"{tokens} tokens = {pages} pages",
-                remedy="every lane needs one page and none can use more than ceil(max_context / 64)", clause="C5.2",
+                remedy="pass a capacity in this range: each of max_concurrency sequences needs one page, and none can "
+                       "use more than max_context", clause="C5.2",
             )
 
     @property

@@ -82,6 +82,27 @@ def test_a_row_that_ends_with_length_has_room_for_its_forced_span(forced: int) -
         store.check()
 
 
+@pytest.mark.parametrize("forced", [1, 64, 100])
+def test_a_loop_prefills_the_forced_span_behind_its_output(forced: int) -> None:
+    """C9.2: while the row runs, and after it ended with "length"; one token more is refused."""
+    with opened(growth=True, max_context=1024, forced=forced) as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        store.activate(prompt_tokens=9 * 64, output_tokens=0)
+        lane = prefilled(loop, prompt(30, 1), 900)
+        loop.prefill(lane, prompt(forced, 2), last_token=None)
+        decode_all(loop, [lane])
+        assert loop.finish_reason(lane) == "length"
+        assert store.covered_columns(store.batch([lane]))[0] == 0
+
+        last = loop.last_token(lane)
+        with pytest.raises(pk.MisuseError, match=f"at most {forced} tokens"):
+            loop.prefill(lane, prompt(forced, 2), last_token=last)
+        loop.prefill(lane, prompt(forced, 2), last_token=None)
+        assert len(decode_all(loop, [lane])[0]) == 1, "the token that the span sampled"
+        assert loop.finish_reason(lane) == "length"
+        store.check()
+
+
 def test_an_own_loop_ends_by_one_comparison_and_has_room_for_its_forced_span() -> None:
     """C9.2: the loop of the README, with growth: 4 columns a launch, 3 accepted."""
     with opened(growth=True, max_context=1024, forced=64) as store:
@@ -164,8 +185,9 @@ def test_a_prompt_beyond_what_is_reserved_is_refused() -> None:
         assert store.committed_tokens(sequence) == 0
         loop.prefill(sequence, prompt(256, 1))
         assert store.committed_tokens(sequence) == 256
-    with opened(growth=True, max_context=1024, forced=10) as store:
-        loop = DecodeLoop(store, ToyModel(store))
-        sequence = store.activate(prompt_tokens=16, output_tokens=900)
-        with pytest.raises(pk.MisuseError, match="at most 246 tokens, which are reserved"):
-            loop.prefill(sequence, prompt(247, 1))
+    for forced, most in ((10, 246), (400, 240)):
+        with opened(growth=True, max_context=1024, forced=forced) as store:
+            loop = DecodeLoop(store, ToyModel(store))
+            sequence = store.activate(prompt_tokens=16, output_tokens=900)
+            with pytest.raises(pk.MisuseError, match=f"at most {most} tokens, which are reserved"):
+                loop.prefill(sequence, prompt(most + 1, 1))
