@@ -224,15 +224,16 @@ def test_a_store_whose_closing_was_interrupted_closes_with_the_next_call(
         with pytest.raises(pk.MisuseError, match="a closed one"):
             store.poll()
         del store
-        gc.collect()
+        if allocated_bytes(opened_device) != bytes_before:  # collecting takes longer than all the rest
+            gc.collect()
         # Python swallows an interrupt inside of a finalizer, which then cannot give its memory back.
         assert not was_raised or allocated_bytes(opened_device) == bytes_before, f"interrupted at line {at} of {lines}"
         at += every if at else 1
 
 
 @pytest.mark.parametrize(("error", "every"), [
-    (KeyboardInterrupt, 97), pytest.param(KeyboardInterrupt, 7, marks=pytest.mark.long),
-    pytest.param(MemoryError, 7, marks=pytest.mark.long),
+    (KeyboardInterrupt, 97), pytest.param(KeyboardInterrupt, 17, marks=pytest.mark.long),
+    pytest.param(MemoryError, 17, marks=pytest.mark.long),
 ])
 def test_a_store_that_did_not_open_leaves_nothing(
     error: type[BaseException], every: int, opened_device: pk.Device, tmp_path: Path
@@ -249,6 +250,7 @@ def test_a_store_that_did_not_open_leaves_nothing(
         else:
             store.close()
             break
-        gc.collect()
+        if allocated_bytes(opened_device) != bytes_before:
+            gc.collect()
         assert allocated_bytes(opened_device) == bytes_before, f"interrupted at line {at}"
         at += every
