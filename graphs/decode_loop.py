@@ -469,7 +469,7 @@ class DecodeLoop:
         if pending is None or self.store.evidence is not None:
             return
         for unit in self.store.units():
-            if unit.name == pending.name and unit.rows_mask & pending.batch.rows_mask:
+            if unit.batch is pending.batch:  # a unit of the caller may have the same name and rows
                 self.store.fail(unit)
         current = set(self.store.sequences())
         for sequence, frontier in zip(pending.batch.sequences, pending.frontiers.tolist(), strict=False):

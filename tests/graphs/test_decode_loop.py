@@ -152,6 +152,23 @@ def test_a_running_sequence_that_was_finished_is_stale_and_nothing_is_delivered(
         assert (0, "length") == (len(loop.step([ended])), loop.finish_reason(ended))
 
 
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_a_refused_call_leaves_a_unit_of_the_caller_with_the_loop_s_names_in_flight(name: str) -> None:
+    """C12.2, C12.3: after a refusal the loop takes its own units back, and no unit that somebody else began."""
+    with opened() as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = prefilled(loop, prompt(20, 1), 8)
+        unit = store.begin_unit(store.batch([sequence]), 2, name=name)
+        with pytest.raises(pk.UnitInFlight):
+            loop.step([sequence])
+        with pytest.raises(pk.UnitInFlight):
+            loop.prefill(sequence, [5], last_token=None)
+        assert store.units() == [unit]
+        store.wait(unit)
+        store.commit(unit, 1)
+        assert store.committed_tokens(sequence) == 21
+
+
 def test_a_server_that_never_forgets_keeps_one_sequence_a_row() -> None:
     """Prefill and resume forget the earlier sequence of the row, and the loop then refuses it."""
     with opened(concurrency=2) as store:
