@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import enum
 import operator
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -79,11 +81,13 @@ class _Pending(NamedTuple):
         batch: its rows.
         name: of its units.
         frontiers: committed tokens of each entry before it.
+        call: that runs it, or was interrupted.
     """
 
     batch: pk.Batch
     name: str
     frontiers: Int32
+    call: FrameType
 
 
 class _Chosen(NamedTuple):
@@ -382,7 +386,7 @@ class DecodeLoop:
         if not graph.replays:
             graph.unit.control.blank()
         calls_before = self.store.device.driver_calls
-        self._pending = _Pending(batch, "decode", _NO_FRONTIERS)
+        self._pending = _Pending(batch, "decode", _NO_FRONTIERS, sys._getframe())
         _DOMAIN.push_range(_DECODE)
         try:
             sampled = self._run(graph, batch, 1, outputs.last_tokens[batch.index].reshape(-1, 1))
@@ -415,7 +419,7 @@ class DecodeLoop:
         unit = self.store.begin_unit(batch, columns, name=pending.name)
         first_positions = unit.first_positions["main"]
         if pending.frontiers is _NO_FRONTIERS:
-            self._pending = _Pending(batch, pending.name, first_positions)
+            self._pending = _Pending(batch, pending.name, first_positions, pending.call)
         control.write(batch.rows, first_positions, columns, tokens)
         graph.run()
         self.store.wait(unit)
@@ -429,7 +433,7 @@ class DecodeLoop:
         """Write the next `count` tokens of a prompt, chunk by chunk; an error takes all of them back."""
         batch, left = prompt.batch, prompt.tokens_left
         (sequence,), done = batch.sequences, prompt.ids.size - left
-        self._pending = _Pending(batch, "prefill", np.array([prompt.start + done], np.int32))
+        self._pending = _Pending(batch, "prefill", np.array([prompt.start + done], np.int32), sys._getframe())
         _DOMAIN.push_range(_PREFILL)
         try:
             token = 0
@@ -456,11 +460,22 @@ class DecodeLoop:
     def _recover_after(self, error: BaseException) -> None:
         """Recover from an error; what goes wrong meanwhile becomes a note of it, and the next call tries again."""
         try:
-            self._recover()
+            self._take_back()
         except (pk.PagedKVError, MemoryError) as second:
             error.add_note(f"and the loop could not take its step back: {second}")
 
     def _recover(self) -> None:
+        """Take back what was interrupted; refuse a call from the middle of a step, which would take back that step."""
+        pending = self._pending
+        if pending is None:
+            return
+        if pk.checks.is_on_the_stack(pending.call):
+            raise pk.MisuseError(f"a call of a loop in the middle of its own {pending.name}",
+                                 expected="a call before or after it", got="one of an observer, a handler or the model",
+                                 remedy="note there what to do, and call the loop after its step", clause="C12.3")
+        self._take_back()
+
+    def _take_back(self) -> None:
         """Take back a step or a piece of a prompt that was interrupted, so that the caller can repeat it.  (C9.10)
 
         A latched store is left alone: only closing remains.

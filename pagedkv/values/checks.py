@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy.typing as npt
 from pagedkv.errors import Caught, MisuseError, shown
 
 __all__ = ["array_form", "checked_counts", "checked_integer", "checked_items", "checked_number", "form_bytes",
-           "has_method", "shown"]
+           "has_method", "is_on_the_stack", "shown"]
 
 AXES_MAX = 32
 BYTES_MAX = (1 << 63) - 1
@@ -63,6 +65,14 @@ def has_method(value: object, name: str) -> bool:
     with Caught():
         method = getattr(value, name, None)
     return callable(method)
+
+
+def is_on_the_stack(call: FrameType) -> bool:
+    """Say whether a call has not ended.  A flag that the call resets could stay set after an interrupt."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 def checked_counts(what: str, value: object, *, remedy: str, clause: str) -> int | npt.NDArray[np.integer[Any]]:

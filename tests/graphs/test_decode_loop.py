@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -167,6 +168,38 @@ def test_a_refused_call_leaves_a_unit_of_the_caller_with_the_loop_s_names_in_fli
         store.wait(unit)
         store.commit(unit, 1)
         assert store.committed_tokens(sequence) == 21
+
+
+@pytest.mark.parametrize("call", [
+    lambda loop, aborted, _: loop.forget(aborted), lambda loop, _, other: loop.last_token(other),
+    lambda loop, _, other: loop.step([other]), lambda loop, _, other: loop.prefill(other, [5], last_token=None),
+], ids=["forget", "last_token", "step", "prefill"])
+def test_a_call_of_the_loop_in_the_middle_of_a_step_is_refused(
+    call: Callable[[DecodeLoop, pk.Sequence, pk.Sequence], object]
+) -> None:
+    """C12.3: an observer aborts a sequence in the step, and calls the loop when the commit releases its pages.
+
+    The step goes on, and no other sequence loses what the commit wrote.
+    """
+    with opened() as store:
+        reference = generate(store, [prompt(30, 2)], 8)[0]
+        loop = DecodeLoop(store, ToyModel(store))
+        aborted, other = prefilled(loop, prompt(64, 1), 8), prefilled(loop, prompt(30, 2), 8)
+        refusals = []
+
+        def observe(event: pk.PageEvent) -> None:
+            if event.kind == "publish":
+                assert not store.abort(aborted)
+            elif event.kind == "release":
+                with pytest.raises(pk.MisuseError, match="in the middle of its own decode") as caught:
+                    call(loop, aborted, other)
+                refusals.append(caught.value)
+
+        stop = store.observe(observe)
+        text = loop.step([aborted, other])[other]
+        stop()
+        assert len(refusals) == 1
+        assert reference == text + decode_all(loop, [other])[0]
 
 
 def test_a_server_that_never_forgets_keeps_one_sequence_a_row() -> None:

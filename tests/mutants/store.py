@@ -51,7 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "self.pending.popleft()", GONE, "host/test_events.py",
            also=(("ledger/events.py:PageEvents.deliver", "self.pending[0]", "self.pending.popleft()"),)),
     Mutant("C12.4", "a delivery that was interrupted is never taken up again", "ledger/events.py:PageEvents.deliver",
-           "if self._delivering is not None and self._is_on_the_stack(self._delivering):",
+           "if self._delivering is not None and is_on_the_stack(self._delivering):",
            "if self._delivering is not None:", "host/test_events.py"),
     Mutant("C12.4", "a withdrawal that breaks off does not latch the store", "store/store.py:_settle",
            "if self.sanitizer is not None:", 'self._ledger.unsettled = ""\n        if self.sanitizer is not None:',
