@@ -12,7 +12,8 @@ lengths, the model samples (C1.2, C14).  A row ends with reason "length" where n
 forced span (C9.2).
 
 The loop remembers a sequence until `forget`, or until it prefills or resumes another sequence of the same row: at most
-`max_concurrency` sequences.
+`max_concurrency` sequences.  While a step or a piece of a prompt runs, the loop refuses every other call of it: an
+observer or a signal handler notes what to do, and the caller does it after the step (C12.3).
 """
 
 from __future__ import annotations
