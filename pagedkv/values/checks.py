@@ -52,7 +52,7 @@ def checked_number(what: str, value: object, magnitude_max: float, *, remedy: st
 def checked_items(what: str, value: object, *, expected: str, remedy: str, clause: str) -> tuple[Any, ...]:
     """Return the items of an iterable, read once; refuse what is none, and one that raises while it is read."""
     items: tuple[Any, ...] | None = None
-    with Caught() as caught:
+    with Caught(but=MemoryError) as caught:
         items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray) else None
     if items is None:
         raise MisuseError(what, expected=expected, got=shown(value), remedy=remedy, clause=clause) from caught.error
@@ -62,7 +62,7 @@ def checked_items(what: str, value: object, *, expected: str, remedy: str, claus
 def has_method(value: object, name: str) -> bool:
     """Say whether an object has a method of that name; one that raises when it is asked has none."""
     method: object = None
-    with Caught():
+    with Caught(but=MemoryError):
         method = getattr(value, name, None)
     return callable(method)
 
@@ -80,7 +80,7 @@ def checked_counts(what: str, value: object, *, remedy: str, clause: str) -> int
     if type(value) is int:
         return value
     counts: npt.NDArray[Any] | None = None
-    with Caught() as caught:
+    with Caught(but=MemoryError) as caught:
         if not isinstance(value, np.ndarray) or type(value) is np.ndarray:
             counts = np.array(value)
     if counts is None or type(counts) is not np.ndarray or counts.dtype.kind not in "iu" or not counts.dtype.isnative:
@@ -98,7 +98,7 @@ def array_form(shape: object, dtype: object) -> tuple[tuple[int, ...], np.dtype[
     """
     extents: tuple[int, ...] | None = None
     resolved: np.dtype[Any] | None = None
-    with Caught() as caught:
+    with Caught(but=MemoryError) as caught:
         given = (shape,) if not isinstance(shape, tuple | list) else tuple(shape)
         if not any(isinstance(extent, bool | np.bool_) for extent in given):
             extents = tuple(int(operator.index(extent)) for extent in given)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import FUZZ, GONE, Mutant, interrupted
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant("C12.4", "a lack of memory in a check is blamed on the value", "errors.py",
+           " and not isinstance(error, self._but)", "", "host/test_errors.py -k lack_of_memory"),
     Mutant("C7.4", "a transfer is published whatever became of its content", "transfer/plan.py",
            "if not np.array_equal(transfer.pages.content", GONE, "host/test_transfers.py"),
     Mutant("C7.4", "a copy is published unseen", "transfer/engine.py",
