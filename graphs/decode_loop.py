@@ -12,15 +12,18 @@ lengths, the model samples (C1.2, C14).  A row ends with reason "length" where n
 forced span (C9.2).
 
 The loop remembers a sequence until `forget`, or until it prefills or resumes another sequence of the same row: at most
-`max_concurrency` sequences.
+`max_concurrency` sequences.  While a step or a piece of a prompt runs, the loop refuses every other call of it: an
+observer or a signal handler notes what to do, and the caller does it after the step (C12.3).
 """
 
 from __future__ import annotations
 
 import enum
 import operator
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -82,11 +85,13 @@ class _Pending(NamedTuple):
         batch: its rows.
         name: of its units.
         frontiers: committed tokens of each entry before it.
+        call: that runs it, or was interrupted.
     """
 
     batch: pk.Batch
     name: str
     frontiers: Int32
+    call: FrameType
 
 
 class _Chosen(NamedTuple):
@@ -390,7 +395,7 @@ class DecodeLoop:
         if not graph.replays:
             graph.unit.control.blank()
         calls_before = self.store.device.driver_calls
-        self._pending = _Pending(batch, "decode", _NO_FRONTIERS)
+        self._pending = _Pending(batch, "decode", _NO_FRONTIERS, sys._getframe())
         _DOMAIN.push_range(_DECODE)
         try:
             sampled = self._run(graph, batch, 1, outputs.last_tokens[batch.index].reshape(-1, 1))
@@ -423,7 +428,7 @@ class DecodeLoop:
         unit = self.store.begin_unit(batch, columns, name=pending.name)
         first_positions = unit.first_positions["main"]
         if pending.frontiers is _NO_FRONTIERS:
-            self._pending = _Pending(batch, pending.name, first_positions)
+            self._pending = _Pending(batch, pending.name, first_positions, pending.call)
         control.write(batch.rows, first_positions, columns, tokens)
         graph.run()
         self.store.wait(unit)
@@ -437,7 +442,7 @@ class DecodeLoop:
         """Write the next `count` tokens of a prompt, chunk by chunk; an error takes all of them back."""
         batch, left = prompt.batch, prompt.tokens_left
         (sequence,), done = batch.sequences, prompt.ids.size - left
-        self._pending = _Pending(batch, "prefill", np.array([prompt.start + done], np.int32))
+        self._pending = _Pending(batch, "prefill", np.array([prompt.start + done], np.int32), sys._getframe())
         _DOMAIN.push_range(_PREFILL)
         try:
             token = 0
@@ -464,11 +469,22 @@ class DecodeLoop:
     def _recover_after(self, error: BaseException) -> None:
         """Recover from an error; what goes wrong meanwhile becomes a note of it, and the next call tries again."""
         try:
-            self._recover()
+            self._take_back()
         except (pk.PagedKVError, MemoryError) as second:
             error.add_note(f"and the loop could not take its step back: {second}")
 
     def _recover(self) -> None:
+        """Take back what was interrupted; refuse a call from the middle of a step, which would take back that step."""
+        pending = self._pending
+        if pending is None:
+            return
+        if pk.checks.is_on_the_stack(pending.call):
+            raise pk.MisuseError(f"a call of a loop in the middle of its own {pending.name}",
+                                 expected="a call before or after it", got="one of an observer, a handler or the model",
+                                 remedy="note there what to do, and call the loop after its step", clause="C12.3")
+        self._take_back()
+
+    def _take_back(self) -> None:
         """Take back a step or a piece of a prompt that was interrupted, so that the caller can repeat it.  (C9.10)
 
         A latched store is left alone: only closing remains.
@@ -477,7 +493,7 @@ class DecodeLoop:
         if pending is None or self.store.evidence is not None:
             return
         for unit in self.store.units():
-            if unit.name == pending.name and unit.rows_mask & pending.batch.rows_mask:
+            if unit.batch is pending.batch:  # a unit of the caller may have the same name and rows
                 self.store.fail(unit)
         current = set(self.store.sequences())
         for sequence, frontier in zip(pending.batch.sequences, pending.frontiers.tolist(), strict=False):

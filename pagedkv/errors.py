@@ -157,13 +157,17 @@ class Caught:
 
     For code of others, where any Exception is an answer, and for cleaning up, where an error must not replace the first
     one: `Caught(first)` adds a note to `first`.  An interrupt or an exit is no Exception: it leaves the block, or with
-    `all_kinds` is held too, and the caller raises it later.
+    `all_kinds` is held too, and the caller raises it later.  What is an instance of `but` leaves the block in any case:
+    `but=MemoryError` where the block reads a value that would be refused, which a lack of memory is no reason for.
     """
 
-    def __init__(self, first: BaseException | None = None, *, all_kinds: bool = False) -> None:
+    def __init__(
+        self, first: BaseException | None = None, *, all_kinds: bool = False, but: type[Exception] | tuple[()] = ()
+    ) -> None:
         self.error: BaseException | None = None
         self._first = first
         self._kind = BaseException if all_kinds else Exception
+        self._but = but
 
     def __enter__(self) -> Self:
         return self
@@ -171,7 +175,7 @@ class Caught:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, self._kind):
+        if isinstance(error, self._kind) and not isinstance(error, self._but):
             self.error = error
             if self._first is not None:
                 self._first.add_note(f"and cleaning up failed: {shown(error)}")

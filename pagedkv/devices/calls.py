@@ -188,6 +188,6 @@ def _freeze(fn: types.FunctionType, done: dict[int, types.FunctionType]) -> type
 def name_of(fn: object) -> str:
     """Return the name of a function for a message, or how any other value prints."""
     name: object = None
-    with Caught():
+    with Caught(but=MemoryError):
         name = getattr(fn, "__qualname__", None)
     return name if type(name) is str and name else shown(fn)

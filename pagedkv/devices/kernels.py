@@ -106,7 +106,7 @@ class Signature:
 
     def extents(self, grid: Extent, block: Extent) -> tuple[Extent, Extent]:
         """Check that CUDA launches such a grid and block, and give them as plain integers."""
-        with Caught() as caught:
+        with Caught(but=MemoryError) as caught:
             gx, gy, gz = map(index, grid)
             bx, by, bz = map(index, block)
         if caught.error is not None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from pagedkv.errors import Caught, MisuseError, shown
 from pagedkv.ledger.free_runs import Ids
+from pagedkv.values.checks import is_on_the_stack
 
 if TYPE_CHECKING:
     from pagedkv.ledger.active_spaces import TableSlices
@@ -107,7 +108,7 @@ class PageEvents:
         If an interrupt ends this call outside of an observer's call, the next operation goes on with the event of that
         moment, which an observer may get twice.
         """
-        if self._delivering is not None and self._is_on_the_stack(self._delivering):
+        if self._delivering is not None and is_on_the_stack(self._delivering):
             return
         first: BaseException | None = None
         self._delivering = sys._getframe()
@@ -125,14 +126,6 @@ class PageEvents:
         self._delivering = None
         if first is not None:
             raise first
-
-    @staticmethod
-    def _is_on_the_stack(call: FrameType) -> bool:
-        """Say whether a call has not ended.  A flag that the call resets could stay set after an interrupt."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not call:
-            frame = frame.f_back
-        return frame is not None
 
 
 class PoolEvents:

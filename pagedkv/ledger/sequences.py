@@ -103,7 +103,7 @@ class Sequences:
     def require_all_current(self, sequences: tuple[Sequence, ...]) -> None:
         """Refuse the first handle that `require_current` refuses; handles that the store made cost no call each."""
         current = self.current
-        with Caught():  # something else than a handle may raise anything; the loop below refuses it
+        with Caught(but=MemoryError):  # what is no handle may raise anything; the loop below refuses it
             if all(map(operator.is_, [current[sequence.row] for sequence in sequences], sequences)):
                 return
         for sequence in sequences:

@@ -44,7 +44,7 @@ def check_array(
     The address is a multiple of the dtype's bytes, and of `align_bytes` (C3.10).
     """
     is_form, address = False, 0
-    with Caught() as caught:
+    with Caught(but=MemoryError) as caught:
         if is_array(array):
             form: Any = array
             is_form = (

@@ -947,7 +947,7 @@ def _counts_by_pool(columns: Columns | Mapping[str, Columns]) -> dict[str, Colum
         return {pool: given if type(given) is int else _counts(given) for pool, given in columns.items()}
     if isinstance(columns, Mapping):
         by_pool: dict[str, Columns] | None = None
-        with Caught() as caught:
+        with Caught(but=MemoryError) as caught:
             by_pool = dict(columns.items())
         if by_pool is None:
             raise MisuseError("columns by pool", expected="a mapping from pools to columns", got=shown(columns),

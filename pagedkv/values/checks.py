@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy.typing as npt
 from pagedkv.errors import Caught, MisuseError, shown
 
 __all__ = ["array_form", "checked_counts", "checked_integer", "checked_items", "checked_number", "form_bytes",
-           "has_method", "shown"]
+           "has_method", "is_on_the_stack", "shown"]
 
 AXES_MAX = 32
 """Most axes of an array: the limit of NumPy 1; that of NumPy 2 is 64."""
@@ -53,7 +55,7 @@ def checked_number(what: str, value: object, magnitude_max: float, *, remedy: st
 def checked_items(what: str, value: object, *, expected: str, remedy: str, clause: str) -> tuple[Any, ...]:
     """Return the items of an iterable, read once; refuse what is none, and one that raises while it is read."""
     items: tuple[Any, ...] | None = None
-    with Caught() as caught:
+    with Caught(but=MemoryError) as caught:
         items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray) else None
     if items is None:
         raise MisuseError(what, expected=expected, got=shown(value), remedy=remedy, clause=clause) from caught.error
@@ -63,9 +65,17 @@ def checked_items(what: str, value: object, *, expected: str, remedy: str, claus
 def has_method(value: object, name: str) -> bool:
     """Say whether an object has a method of that name; one that raises when it is asked has none."""
     method: object = None
-    with Caught():
+    with Caught(but=MemoryError):
         method = getattr(value, name, None)
     return callable(method)
+
+
+def is_on_the_stack(call: FrameType) -> bool:
+    """Say whether a call has not ended.  A flag that the call resets could stay set after an interrupt."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 def checked_counts(what: str, value: object, *, remedy: str, clause: str) -> int | npt.NDArray[np.integer[Any]]:
@@ -73,7 +83,7 @@ def checked_counts(what: str, value: object, *, remedy: str, clause: str) -> int
     if type(value) is int:
         return value
     counts: npt.NDArray[Any] | None = None
-    with Caught() as caught:
+    with Caught(but=MemoryError) as caught:
         if not isinstance(value, np.ndarray) or type(value) is np.ndarray:
             counts = np.array(value)
     if counts is None or type(counts) is not np.ndarray or counts.dtype.kind not in "iu" or not counts.dtype.isnative:
@@ -91,7 +101,7 @@ def array_form(shape: object, dtype: object) -> tuple[tuple[int, ...], np.dtype[
     """
     extents: tuple[int, ...] | None = None
     resolved: np.dtype[Any] | None = None
-    with Caught() as caught:
+    with Caught(but=MemoryError) as caught:
         given = (shape,) if not isinstance(shape, tuple | list) else tuple(shape)
         if not any(isinstance(extent, bool | np.bool_) for extent in given):
             extents = tuple(int(operator.index(extent)) for extent in given)

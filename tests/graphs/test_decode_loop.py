@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -150,6 +151,55 @@ def test_a_running_sequence_that_was_finished_is_stale_and_nothing_is_delivered(
         store.finish(ended)
         assert [1] == [len(tokens) for tokens in loop.step([ended]).values()], "no error: it had ended by then"
         assert (0, "length") == (len(loop.step([ended])), loop.finish_reason(ended))
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_a_refused_call_leaves_a_unit_of_the_caller_with_the_loop_s_names_in_flight(name: str) -> None:
+    """C12.2, C12.3: after a refusal the loop takes its own units back, and no unit that somebody else began."""
+    with opened() as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        sequence = prefilled(loop, prompt(20, 1), 8)
+        unit = store.begin_unit(store.batch([sequence]), 2, name=name)
+        with pytest.raises(pk.UnitInFlight):
+            loop.step([sequence])
+        with pytest.raises(pk.UnitInFlight):
+            loop.prefill(sequence, [5], last_token=None)
+        assert store.units() == [unit]
+        store.wait(unit)
+        store.commit(unit, 1)
+        assert store.committed_tokens(sequence) == 21
+
+
+@pytest.mark.parametrize("call", [
+    lambda loop, aborted, _: loop.forget(aborted), lambda loop, _, other: loop.last_token(other),
+    lambda loop, _, other: loop.step([other]), lambda loop, _, other: loop.prefill(other, [5], last_token=None),
+], ids=["forget", "last_token", "step", "prefill"])
+def test_a_call_of_the_loop_in_the_middle_of_a_step_is_refused(
+    call: Callable[[DecodeLoop, pk.Sequence, pk.Sequence], object]
+) -> None:
+    """C12.3: an observer aborts a sequence in the step, and calls the loop when the commit releases its pages.
+
+    The step goes on, and no other sequence loses what the commit wrote.
+    """
+    with opened() as store:
+        reference = generate(store, [prompt(30, 2)], 8)[0]
+        loop = DecodeLoop(store, ToyModel(store))
+        aborted, other = prefilled(loop, prompt(64, 1), 8), prefilled(loop, prompt(30, 2), 8)
+        refusals = []
+
+        def observe(event: pk.PageEvent) -> None:
+            if event.kind == "publish":
+                assert not store.abort(aborted)
+            elif event.kind == "release":
+                with pytest.raises(pk.MisuseError, match="in the middle of its own decode") as caught:
+                    call(loop, aborted, other)
+                refusals.append(caught.value)
+
+        stop = store.observe(observe)
+        text = loop.step([aborted, other])[other]
+        stop()
+        assert len(refusals) == 1
+        assert reference == text + decode_all(loop, [other])[0]
 
 
 def test_a_server_that_never_forgets_keeps_one_sequence_a_row() -> None:

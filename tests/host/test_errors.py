@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 
 import pagedkv as pk
+from tests.hostile.interrupt import Interrupt
 
 
 def refusal() -> pk.UnitInFlight:
@@ -32,3 +34,17 @@ def test_an_error_survives_a_copy(duplicate: object) -> None:
     again = duplicate(error)  # type: ignore[operator]
 
     assert (type(again), str(again), again.fields) == (type(error), str(error), error.fields)
+
+
+@pytest.mark.parametrize("check", [
+    lambda value: pk.checks.checked_items("a step", [value], expected="items", remedy="pass a list", clause="C11.3"),
+    lambda value: pk.checks.checked_counts("columns", [value], remedy="pass a count", clause="C14.4"),
+    lambda value: pk.checks.array_form((value,), "u1"), lambda value: pk.checks.has_method([value], "enqueue"),
+], ids=["items", "counts", "form", "method"])
+def test_a_lack_of_memory_in_a_check_is_not_blamed_on_the_value(check: Callable[[object], object]) -> None:
+    """Every line of a check may fail to allocate; the value is legal, so nothing refuses it."""
+    with Interrupt(0, MemoryError) as count:
+        check(1)
+    for at in range(1, count.lines + 1):
+        with pytest.raises(MemoryError), Interrupt(at, MemoryError):
+            check(1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import FUZZ, GONE, Mutant, interrupted
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant("C12.4", "a lack of memory in a check is blamed on the value", "errors.py",
+           " and not isinstance(error, self._but)", "", "host/test_errors.py -k lack_of_memory"),
     Mutant("C7.4", "a transfer is published whatever became of its content", "transfer/plan.py",
            "if not np.array_equal(transfer.pages.content", GONE, "host/test_transfers.py"),
     Mutant("C7.4", "a copy is published unseen", "transfer/engine.py",
@@ -51,7 +53,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "self.pending.popleft()", GONE, "host/test_events.py",
            also=(("ledger/events.py:PageEvents.deliver", "self.pending[0]", "self.pending.popleft()"),)),
     Mutant("C12.4", "a delivery that was interrupted is never taken up again", "ledger/events.py:PageEvents.deliver",
-           "if self._delivering is not None and self._is_on_the_stack(self._delivering):",
+           "if self._delivering is not None and is_on_the_stack(self._delivering):",
            "if self._delivering is not None:", "host/test_events.py"),
     Mutant("C12.4", "a withdrawal that breaks off does not latch the store", "store/store.py:_settle",
            "if self.sanitizer is not None:", 'self._ledger.unsettled = ""\n        if self.sanitizer is not None:',
