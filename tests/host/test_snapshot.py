@@ -182,8 +182,8 @@ def test_nothing_committed_is_nothing_to_keep(backend: Backend | None) -> None:
     ledger = store.ledger
     ledger.fail_unit(unit)
 
-    for ask in (lambda: ledger.try_snapshot(sequence), lambda: ledger.finish(sequence, retain=True, state="s")):
-        with refused(MisuseError, "C9.8", ledger):
+    for ask in (lambda: ledger.try_snapshot(sequence, "s"), lambda: ledger.finish(sequence, retain=True, state="s")):
+        with refused(MisuseError, "C9.8", ledger, match="at least 1 committed token of Main"):
             ask()
 
 
