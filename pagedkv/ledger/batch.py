@@ -25,6 +25,8 @@ from pagedkv.values.checks import checked_counts
 Columns = int | SequenceOf[int] | npt.NDArray[np.integer[Any]]
 """Columns of each batch entry: one number for all, or one per entry."""
 
+FAR_COLUMNS = 8
+
 COUNT_MAX = 1 << 30
 """Counts are below this: a frontier and a count add up below 2^31."""
 
@@ -32,15 +34,16 @@ COUNT_MAX = 1 << 30
 class EntryColumns(NamedTuple):
     """Columns in one pool: `by_entry` (B,) int32 in batch order, `by_row` (C,) int32, 0 in rows not selected.
 
-    `limits` is `by_entry` as uint32: one comparison with it finds a count that is too large and one that is negative.
-    `is_beyond` (B,) bool takes the answer.  `is_narrow`: no entry has more than 64 columns.
+    `width` is the most columns of an entry, `rows` the index of the batch, and `is_uniform` says that all entries
+    write the same number.  `is_far`: so few columns that on average no row crosses a page for 8 steps (P = 64).
     """
 
     by_entry: npt.NDArray[np.int32]
     by_row: npt.NDArray[np.int32]
-    limits: npt.NDArray[np.uint32]
-    is_beyond: npt.NDArray[np.bool_]
-    is_narrow: bool
+    width: int
+    rows: slice | npt.NDArray[np.int64]
+    is_uniform: bool
+    is_far: bool
 
 
 @dataclass(eq=False)

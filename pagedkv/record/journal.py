@@ -42,13 +42,13 @@ from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from pagedkv.errors import Caught, JournalFailed, MisuseError, PagedKVError, shown
-from pagedkv.ledger.active_spaces import WINDOW_PAGES
 from pagedkv.ledger.batch import Batch, Columns
 from pagedkv.ledger.ledger import Ledger, PoolSlices
 from pagedkv.ledger.pool import PagePool
 from pagedkv.ledger.units import Submission
 from pagedkv.record.words import JournalWords, Words, refusal_words
 from pagedkv.values.config import config_as_json
+from pagedkv.values.quantities import WINDOW_PAGES
 
 _LOG = logging.getLogger("pagedkv")
 

@@ -34,7 +34,7 @@ from pagedkv.values.checks import checked_integer
 from pagedkv.values.config import PoolConfig, StoreConfig
 from pagedkv.values.planes import PlaneGeometry
 from pagedkv.values.profiles import CODEC_EVENTS
-from pagedkv.values.quantities import CONTEXT_TOKENS_MAX, SLAB_ALIGN_BYTES
+from pagedkv.values.quantities import CONTEXT_TOKENS_MAX, SLAB_ALIGN_BYTES, WINDOW_PAGES
 
 ALIGNMENT_BYTES = SLAB_ALIGN_BYTES - 1
 
@@ -160,11 +160,13 @@ def _unit_slabs(config: StoreConfig, pools: tuple[PoolConfig, ...]) -> list[Slab
     """Return the slabs that all units of a store share, sized for the widest decode and the widest prefill unit."""
     shapes = ((config.max_concurrency, config.decode_columns), (1, config.prefill_columns_max))
     ingress, egress = (max(words) for words in zip(*(control_words(batch=b, width=w) for b, w in shapes), strict=True))
+    window = min(WINDOW_PAGES, config.blocks)
     slabs = [
         Slab("control buffers", CONTROL_INGRESS, (ingress,), np.dtype(np.int32)),
         Slab("control buffers", CONTROL_EGRESS, (egress,), np.dtype(np.int32)),
-        # A row, a block and a page id for each row of a step that crosses a page.
-        Slab("control buffers", TABLE_ENTRIES, (3 * config.max_concurrency,), np.dtype(np.int32), is_scratch=True),
+        # A table entry and its page id, for a window of every row.
+        Slab("control buffers", TABLE_ENTRIES, (2 * window * config.max_concurrency,), np.dtype(np.int64),
+             is_scratch=True),
     ]
     workspace = max(_workspace_bytes(config, pool) for pool in pools)
     if workspace:

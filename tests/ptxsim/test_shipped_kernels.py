@@ -117,9 +117,8 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
             cache.ops.unpack_pages([(plane, geometry)], cache.ints([1, 0]), pages, stream=cache.stream)
             packed[f"packed {geometry.role}"] = cache.get(pages)
         table = cache.put(np.zeros((5, 7), np.int32))
-        entries = np.array([[4, 0, 2], [6, 0, 3], [11, 12, 13]], np.int32)
-        set_entries(cache.ops.kernels.page_moves()["set_entries"], table, cache.put(entries), 3, np.int32(7),
-                    stream=cache.stream)
+        entries = np.array([[34, 0, 17], [11, 12, 13]], np.int64)
+        set_entries(cache.ops.kernels.page_moves()["set_entries"], table, cache.put(entries), 3, stream=cache.stream)
         converted = {"table": cache.get(table), "rounded": cache.get(rounded), "promoted": cache.get(promoted)}
         results.append({**cache.host_planes(), **packed, **converted})
 
