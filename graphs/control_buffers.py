@@ -58,6 +58,8 @@ class ControlBuffers:
         self.tokens = self.ingress_device[3 * batch :].reshape(batch, width)
         self.accepted = self.egress_device[:batch]
         self.next_tokens = self.egress_device[batch:].reshape(batch, width)
+        # The words of the entries that are selected, as views of `ingress_host`.
+        self._rows_host, self._positions_host, self._columns_host, self._tokens_host = self._words_host(0)
         self._rows: npt.NDArray[np.int64] | None = None
         self._columns = -1
         self.make_inert()
@@ -102,15 +104,22 @@ class ControlBuffers:
                 got=f"{shown(rows)}, {shown(first_positions)}, {shown(columns)}, {shown(tokens)}",
                 remedy="pass the arrays of a unit", clause="C15.1",
             )
-        batch = self.batch
         if not is_same:
-            self.make_inert()
-            self.ingress_host[:count] = rows
-            self.ingress_host[2 * batch : 2 * batch + count] = columns
+            if self._rows is None or columns is not self._columns or count != self._rows.size:
+                self.make_inert()
+                self._rows_host, self._positions_host, self._columns_host, self._tokens_host = self._words_host(count)
+                self._columns_host[:] = columns
+            self._rows = None  # in case of an interrupt
+            self._rows_host[:] = rows
             if type(columns) is int and not rows.flags.writeable:
                 self._rows, self._columns = rows, columns
-        self.ingress_host[batch : batch + count] = first_positions
-        self.ingress_host[3 * batch :].reshape(batch, self.width)[:count] = tokens
+        self._positions_host[:] = first_positions
+        self._tokens_host[:] = tokens
+
+    def _words_host(self, count: int) -> tuple[Int32, Int32, Int32, Int32]:
+        """Return table rows, first positions, valid columns (count,) and tokens (count, W): views of the host words."""
+        rows, positions, columns = self.ingress_host[: 3 * self.batch].reshape(3, self.batch)[:, :count]
+        return rows, positions, columns, self.ingress_host[3 * self.batch :].reshape(self.batch, self.width)[:count]
 
     def _selects(self, rows: npt.NDArray[np.int64], count: int, columns: Int32 | int) -> bool:
         """Say whether rows and columns have the form of `write`."""

@@ -270,6 +270,8 @@ class ActiveSpaces:
             return None
         if not is_one_page:
             return self._map(rows, self._unit_ends[rows])
+        if self.new_windows:
+            self.new_windows.clear()
         old_ends = self.mapped_end[rows]
         self.pool.materialize(rows.size)
         self._may_trail = True

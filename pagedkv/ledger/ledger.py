@@ -283,11 +283,12 @@ class Ledger:
 
     def batch(self, sequences: SequenceOf[Sequence]) -> Batch:
         """Select sequences, in batch order.  (C11.3)"""
-        handles, previous = tuple(sequences), self._last_batch
+        handles, previous, current = tuple(sequences), self._last_batch, self.sequences
         first, last = ends = common_ends(previous.sequences, handles)
-        self.sequences.require_all_current(handles[first : len(handles) - last])
-        batch = batch_after(previous, handles, ends, previous.stamp)
-        self._require_batch(batch)  # the handles of the previous batch may have ended
+        current.require_all_current(handles[first : len(handles) - last])
+        batch = batch_after(previous, handles, ends, current.serials, current.stamp)
+        if batch.stamp != current.stamp:
+            self._require_batch(batch)  # the handles of the previous batch may have ended
         if not len(batch) or batch.rows_mask.bit_count() != len(batch):
             raise MisuseError("a batch", expected="at least one sequence, each once", got=list(sequences),
                               remedy="select distinct sequences", clause="C14.4")
