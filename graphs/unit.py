@@ -30,8 +30,9 @@ class Unit:
 
     Attributes:
         key: the shape; `route`, `batch` (B) and `width` (W) are fields of it.
-        tokens, next_tokens: (B, W) int32; first_positions, valid_columns, table_rows, accepted: (B,) int32; all on the
-            device, at fixed addresses (`ControlBuffers`).
+        tokens, next_tokens: (B, W) int32; first_positions, valid_columns, table_rows, accepted: (B,) int32; words:
+            (B, K) int32 of the caller, K = `caller_words` of the StoreConfig; all on the device, at fixed addresses
+            (`ControlBuffers`).
         views: `views[pool][layer]`.
         stream, device: of the store.
 
@@ -57,6 +58,7 @@ class Unit:
         self.first_positions = self.control.first_positions
         self.valid_columns = self.control.valid_columns
         self.table_rows = self.control.table_rows
+        self.words = self.control.words
         self.next_tokens = self.control.next_tokens
         self.accepted = self.control.accepted
         self._ops = store.ops

@@ -37,10 +37,10 @@ def test_few_graphs_serve_every_batch_and_every_prompt() -> None:
 
 def test_control_buffers_lie_side_by_side_and_unselected_entries_are_inert() -> None:
     """C11.3, C15.1: one copy carries all selectors; entries beyond the batch have row -1 and no live column."""
-    with pk.open_store(CONFIG, device="cpu") as store:
+    with pk.open_store(dataclasses.replace(CONFIG, caller_words=3), device="cpu") as store:
         control = ControlBuffers(store, batch=4, width=2)
         control.write(np.array([3, 1]), np.array([7, 8], np.int32), np.array([2, 1], np.int32),
-                      np.array([[5, 6], [9, 0]], np.int32))
+                      np.array([[5, 6], [9, 0]], np.int32), np.array([[31, 32, 33], [11, 12, 13]], np.int32))
         store.device.copy(control.ingress_device, control.ingress_host, store.stream)
         store.stream.synchronize()
 
@@ -48,6 +48,7 @@ def test_control_buffers_lie_side_by_side_and_unselected_entries_are_inert() -> 
         assert control.first_positions.tolist() == [7, 8, 0, 0]
         assert control.valid_columns.tolist() == [2, 1, 0, 0]
         assert control.tokens.tolist() == [[5, 6], [9, 0], [0, 0], [0, 0]]
+        assert control.words.tolist() == [[31, 32, 33], [11, 12, 13], [0, 0, 0], [0, 0, 0]]
 
 
 def test_addresses_of_a_captured_unit_never_change() -> None:

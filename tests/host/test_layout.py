@@ -82,6 +82,7 @@ def test_control_buffers_fit_any_unit(max_concurrency: int, backend: Backend | N
     assert sizes == {"control.ingress": (ingress,), "control.egress": (egress,),
                      "control.table_entries": (2 * 4 * max_concurrency,)}
     assert control_words(batch=4, width=2) == (20, 12)
+    assert control_words(batch=4, width=2, words=3) == (32, 12)
 
 
 @pytest.mark.parametrize(("max_context", "decode_columns", "draft", "workspace"), [
