@@ -155,8 +155,16 @@ class ControlBuffers:
 
     def read_next_tokens(self, count: int) -> Int32:
         """Return a copy of next_tokens (count, W) of the first entries; the unit must have completed."""
+        return self._read(count)[self.batch :].reshape(self.batch, self.width)[:count].copy()
+
+    def read_accepted(self, count: int) -> Int32:
+        """Return a copy of accepted (count,) of the first entries; the unit must have completed."""
+        return self._read(count)[:count].copy()
+
+    def _read(self, count: int) -> Int32:
+        """Return the words of the egress; refuse a count of entries that this shape has not."""
         if type(count) is not int or not 0 <= count <= self.batch:
             raise pk.MisuseError("a count of entries", expected=f"an integer from 0 to {self.batch}",
                                  got=pk.checks.shown(count), remedy="count the entries of the unit", clause="C15.1")
-        egress = self._device.readable(self.egress_host)
-        return egress[self.batch :].reshape(self.batch, self.width)[:count].copy()
+        egress: Int32 = self._device.readable(self.egress_host)
+        return egress

@@ -110,6 +110,14 @@ class Unit:
             valid_columns=self.valid_columns, scale=self.key.scale, workspace=self._workspace, stream=self.stream,
         )
 
+    def accept_greedy(self) -> None:
+        """Count into `accepted` the columns of each entry that greedy decoding would have written.  (C13.1)
+
+        Enqueue it behind the work that writes next_tokens: accepted[b] is 0 for an entry without live columns, else 1
+        and the drafted tokens (columns 1 and on) before the first that the model did not choose.
+        """
+        self._ops.accept_greedy(self.tokens, self.next_tokens, self.valid_columns, self.accepted, stream=self.stream)
+
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Enqueue an array function of the caller: a module-level function of arrays and scalars."""
         self.device.call(self.stream, function, *arguments)
