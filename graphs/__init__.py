@@ -6,9 +6,10 @@ from pagedkv.graphs.cache import GraphCache
 from pagedkv.graphs.capture import UnitGraph
 from pagedkv.graphs.control_buffers import ControlBuffers
 from pagedkv.graphs.decode_loop import DecodeLoop, LoopStatistics, Prefill
+from pagedkv.graphs.draft import Draft, PromptLookup
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.outputs import StepTokens
 from pagedkv.graphs.unit import Model, Unit
 
-__all__ = ["ControlBuffers", "DecodeLoop", "GraphCache", "GraphKey", "LoopStatistics", "Model", "Prefill",
-           "StepTokens", "Unit", "UnitGraph"]
+__all__ = ["ControlBuffers", "DecodeLoop", "Draft", "GraphCache", "GraphKey", "LoopStatistics", "Model", "Prefill",
+           "PromptLookup", "StepTokens", "Unit", "UnitGraph"]
