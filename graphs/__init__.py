@@ -8,7 +8,8 @@ from pagedkv.graphs.control_buffers import ControlBuffers
 from pagedkv.graphs.decode_loop import DecodeLoop, LoopStatistics, Prefill
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.outputs import StepTokens
+from pagedkv.graphs.sampling import NO_TOKEN, SAMPLING_WORDS, Sampling, choose_largest, choose_tokens
 from pagedkv.graphs.unit import Model, Unit
 
-__all__ = ["ControlBuffers", "DecodeLoop", "GraphCache", "GraphKey", "LoopStatistics", "Model", "Prefill",
-           "StepTokens", "Unit", "UnitGraph"]
+__all__ = ["NO_TOKEN", "SAMPLING_WORDS", "ControlBuffers", "DecodeLoop", "GraphCache", "GraphKey", "LoopStatistics",
+           "Model", "Prefill", "Sampling", "StepTokens", "Unit", "UnitGraph", "choose_largest", "choose_tokens"]
