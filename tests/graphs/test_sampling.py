@@ -14,19 +14,26 @@ from pagedkv.graphs import NO_TOKEN, SAMPLING_WORDS, Sampling, choose_tokens
 Int32 = npt.NDArray[np.int32]
 
 
-def chosen(logits: npt.NDArray[np.float32], samplings: list[Sampling | None], positions: Any) -> list[int]:
+class Other(np.ndarray[Any, Any]):
+    """An array that is not NumPy's own: all rows at once, as on a GPU."""
+
+
+def chosen(
+    logits: npt.NDArray[np.float32], samplings: list[Sampling | None], positions: Any, *, at_once: bool = False
+) -> list[int]:
     """Return the token of each row."""
     greedy = (0,) * SAMPLING_WORDS
     words = np.array([(*(sampling.words if sampling else greedy), 77) for sampling in samplings], np.int32)
     choice = np.full(len(words), -9, np.int32)
-    choose_tokens(logits, words, np.broadcast_to(np.array(positions, np.int32), choice.shape), choice)
+    choose_tokens(logits.view(Other) if at_once else logits, words,
+                  np.broadcast_to(np.array(positions, np.int32), choice.shape), choice)
     return list(choice.tolist())
 
 
 def counts_of(logits: list[float], sampling: Sampling, draws: int = 4000) -> npt.NDArray[np.int64]:
     """Return how often each token is chosen at so many positions."""
     rows = np.broadcast_to(np.array(logits, np.float32), (draws, len(logits)))
-    return np.bincount(chosen(rows, [sampling] * draws, range(draws)), minlength=len(logits))
+    return np.bincount(chosen(rows, [sampling] * draws, range(draws), at_once=True), minlength=len(logits))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -55,24 +62,17 @@ def test_a_row_depends_on_nothing_else() -> None:
 
     assert together == [chosen(logits[row : row + 1], samplings[row : row + 1], [100 + row])[0] for row in range(16)]
     assert together == chosen(logits[::-1].copy(), samplings[::-1], range(115, 99, -1))[::-1]
-    whole = np.full(16, -9, np.int32)
-    choose_tokens(logits.view(Other), np.array([sampling.words if sampling else (0, 0, 0) for sampling in samplings],
-                                               np.int32), np.arange(100, 116, dtype=np.int32), whole)
-    assert together == whole.tolist(), "all rows at once, as on a GPU"
-
-
-class Other(np.ndarray[Any, Any]):
-    """An array that is not NumPy's own."""
+    assert together == chosen(logits, samplings, range(100, 116), at_once=True)
 
 
 def test_seed_and_position_choose_the_random_number() -> None:
     """Neighbours of either are independent: about 1 of 64 equal tokens agree by chance."""
     logits = np.zeros((2000, 64), np.float32)
-    first = chosen(logits, [Sampling(seed=3)] * 2000, range(2000))
+    first = chosen(logits, [Sampling(seed=3)] * 2000, range(2000), at_once=True)
 
-    assert first == chosen(logits, [Sampling(seed=3)] * 2000, range(2000))
-    for other in (chosen(logits, [Sampling(seed=4)] * 2000, range(2000)),
-                  chosen(logits, [Sampling(seed=3)] * 2000, range(1, 2001))):
+    assert first == chosen(logits, [Sampling(seed=3)] * 2000, range(2000), at_once=True)
+    for other in (chosen(logits, [Sampling(seed=4)] * 2000, range(2000), at_once=True),
+                  chosen(logits, [Sampling(seed=3)] * 2000, range(1, 2001), at_once=True)):
         assert 10 < np.equal(first, other).sum() < 60
 
 
