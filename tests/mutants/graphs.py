@@ -6,10 +6,15 @@ from tests.mutants.mutant import GONE, Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     *(Mutant("C15.1", what, "graphs/control_buffers.py", old, new, "graphs/test_outputs.py") for what, old, new in (
-        ("words of the rows before stay", "self._rows = self._words = None", "self._rows = None"),
-        ("other words of the same rows are not written", "if words is not self._words:", "if not is_same:"),
+        ("words are lost with other rows", "or (words is not None and not is_same)", ""),
+        ("other words of the same rows are not written", "if words is not self._words or", "if"),
         ("words of more rows than the unit has entries are taken", "(is_same and words is self._words)",
          "words is self._words"),
+    )),
+    *(Mutant("C9.5", what, "graphs/control_buffers.py", old, new, "hostile/test_loop_interrupts.py -k selectors")
+      for what, old, new in (
+        ("inert selectors count as those of the last rows", "self._rows = None  # first", "pass  # first"),
+        ("words that were half written count as the last ones", "self._words = _ZERO", "pass"),
     )),
     *(Mutant("C14.6", what, "graphs/sampling.py", old, new, "graphs/test_sampling.py") for what, old, new in (
         ("the random number depends on the seed alone", "| positions.astype(np.uint64)", ""),
