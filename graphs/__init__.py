@@ -9,7 +9,9 @@ from pagedkv.graphs.decode_loop import DecodeLoop, LoopStatistics, Prefill
 from pagedkv.graphs.draft import Draft, PromptLookup
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.outputs import StepTokens
+from pagedkv.graphs.sampling import NO_TOKEN, SAMPLING_WORDS, Sampling, choose_largest, choose_tokens
 from pagedkv.graphs.unit import Model, Unit
 
-__all__ = ["ControlBuffers", "DecodeLoop", "Draft", "GraphCache", "GraphKey", "LoopStatistics", "Model", "Prefill",
-           "PromptLookup", "StepTokens", "Unit", "UnitGraph"]
+__all__ = ["NO_TOKEN", "SAMPLING_WORDS", "ControlBuffers", "DecodeLoop", "Draft", "GraphCache", "GraphKey",
+           "LoopStatistics", "Model", "Prefill", "PromptLookup", "Sampling", "StepTokens", "Unit", "UnitGraph",
+           "choose_largest", "choose_tokens"]

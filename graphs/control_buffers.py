@@ -77,9 +77,9 @@ class ControlBuffers:
 
     def make_inert(self) -> None:
         """Select no row, as warm-up and capture need it."""
+        self._rows = None  # first, in case of an interrupt; so below
         self.ingress_host[:] = 0
         self.ingress_host[: self.batch] = -1
-        self._rows = self._words = None
 
     def blank(self) -> None:
         """Set every egress word on the device to -1, which is no token."""
@@ -126,13 +126,14 @@ class ControlBuffers:
                 self.make_inert()
                 self._rows_host, self._positions_host, self._columns_host, self._tokens_host = self._host_views(count)
                 self._columns_host[:] = columns
-            self._rows = None  # in case of an interrupt
+            self._rows = None
             self._rows_host[:] = rows
             if type(columns) is int and not rows.flags.writeable:
                 self._rows, self._columns = rows, columns
         self._positions_host[:] = first_positions
         self._tokens_host[:] = tokens
         if words is not self._words or (words is not None and not is_same):
+            self._words = _ZERO  # no words of a caller, and not none
             self.words_host[:count] = _ZERO if words is None else words
             self._words = words
 

@@ -243,10 +243,12 @@ def test_words_of_the_caller_are_those_of_the_last_write() -> None:
     first, second = np.array([[1, 2], [3, 4]], np.int32), np.array([[5, 6], [7, 8]], np.int32)
     with opened_store(GEOMETRY, max_context=128, concurrency=ROWS, caller_words=2) as store:
         control = ControlBuffers(store, batch=4, width=1)
-        for chosen, words in [(rows, first), (rows, first), (rows, second), (rows, None), (rows, None), (rows, first),
-                              (others, None), (rows, second), (rows[::-1], second), (rows[::-1], None)]:
+        for chosen, columns, words in [
+            (rows, 1, first), (rows, 1, first), (rows, 1, second), (rows, 1, None), (rows, 1, None), (rows, 1, first),
+            (rows, 0, first), (others, 1, None), (rows, 1, second), (rows[::-1], 1, second), (rows[::-1], 1, None),
+        ]:
             zeros = np.zeros(chosen.size, np.int32)
-            control.write(chosen, zeros, 1, zeros[:, None], words)
+            control.write(chosen, zeros, columns, zeros[:, None], words)
             expected = np.zeros((4, 2), np.int32)
             expected[: chosen.size] = 0 if words is None else words
             assert control.words_host.tolist() == expected.tolist()

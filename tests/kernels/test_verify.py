@@ -26,8 +26,10 @@ def test_columns_up_to_the_first_wrong_draft_are_accepted(device: Device, rng: R
         expected.append(0 if live == 0 else 1 + [*right, False].index(False))
     accepted = to_device(device, stream, np.full(batch, -1, np.int32))
 
-    on_device = [to_device(device, stream, array) for array in (tokens, next_tokens, valid)]
-    Ops(device).accept_greedy(on_device[0], on_device[1], on_device[2], accepted, stream=stream)
+    Ops(device).accept_greedy(
+        to_device(device, stream, tokens), to_device(device, stream, next_tokens), to_device(device, stream, valid),
+        accepted, stream=stream,
+    )
 
     assert to_host(device, stream, accepted).tolist() == expected
 
