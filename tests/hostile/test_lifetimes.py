@@ -57,7 +57,7 @@ def no_collector() -> Iterator[None]:
 
 def use(store: pk.Store) -> DecodeLoop:
     """Prefill and decode with graphs, and leave a unit in flight."""
-    loop = DecodeLoop(store, ToyModel(store), prefill_chunk=16)
+    loop = DecodeLoop(store, ToyModel(store), prefill_chunk=16, drives_backend=True)
     sequence = store.activate(prompt_tokens=20, output_tokens=30)
     loop.prefill(sequence, prompt(20, 1))
     for _ in range(3):
