@@ -190,7 +190,7 @@ class DecodeLoop:
         does not know the sequence.
         """
         self._recover()
-        ids = _token_ids("a prompt", prompt_ids)
+        ids = token_ids("a prompt", prompt_ids)
         start = self.store.committed_tokens(sequence)
         if start and last_token is UNSAID:
             raise pk.MisuseError(
@@ -200,9 +200,9 @@ class DecodeLoop:
                 clause="C2.2",
             )
         if isinstance(last_token, int | np.integer):
-            ids = np.concatenate((_token_ids("last_token", [last_token]), ids))
+            ids = np.concatenate((token_ids("last_token", [last_token]), ids))
         elif last_token is not None and last_token is not UNSAID:
-            _token_ids("last_token", [last_token])
+            token_ids("last_token", [last_token])
         budget = self.store.budget_tokens(sequence)
         if not 1 <= ids.size <= budget - start:
             raise pk.MisuseError(
@@ -251,7 +251,7 @@ class DecodeLoop:
             MisuseError: no token id, nothing committed, or no token left in the activated budget.
         """
         self._recover()
-        (token,) = _token_ids("the token to go on from", [last_token]).tolist()
+        (token,) = token_ids("the token to go on from", [last_token]).tolist()
         committed, budget = self.store.committed_tokens(sequence), self.store.budget_tokens(sequence)
         if not 1 <= committed < budget:
             raise pk.MisuseError(f"going on with {sequence}", expected=f"1 to {budget - 1} committed tokens",
@@ -327,6 +327,7 @@ class DecodeLoop:
         """
         before = self._outputs
         delivered, after = before.delivered_to(chosen.named, chosen.batch)
+        delivered.ended = tuple(s for s in chosen.named if before.reasons.item(s.row) != RUNNING)
         self.statistics.decoded_tokens += delivered.token_count
         try:
             self._outputs = after
@@ -569,24 +570,24 @@ class Prefill:
                                  remedy="begin another prompt; write nothing else while one is being written")
         return self.ids.size - self.written
 
-    def advance(self) -> int:
+    def advance(self, tokens_max: int | None = None) -> int:
         """Write the next piece, `prefill_chunk` tokens or the rest, and return how many tokens are left.
 
         The last piece samples the first token.  An error takes the piece back, and the next call writes it again.
         """
         left = self.tokens_left
         if left:
-            self._loop._write(self, min(left, self._loop.prefill_chunk))
+            self._loop._write(self, min(left, self._loop.prefill_chunk, tokens_max or left))
         return self.tokens_left
 
 
 def _stops(stop_tokens: Iterable[int]) -> frozenset[int]:
     if type(stop_tokens) is tuple and not stop_tokens:
         return _NO_STOPS
-    return frozenset(_token_ids("stop_tokens", stop_tokens).tolist())
+    return frozenset(token_ids("stop_tokens", stop_tokens).tolist())
 
 
-def _token_ids(what: str, ids: Iterable[int]) -> Int32:
+def token_ids(what: str, ids: Iterable[int]) -> Int32:
     """Return token ids as int32; refuse anything that is not an id already.  An array is not walked in Python."""
     id_max = np.iinfo(np.int32).max
     if type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu":

@@ -36,12 +36,13 @@ REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 class StepTokens(Mapping[pk.Sequence, list[int]]):
     """New tokens of each sequence that got any, in the order of the step; builds its lists when somebody asks."""
 
-    __slots__ = ("_lists", "_order", "_parts")
+    __slots__ = ("_lists", "_order", "_parts", "ended")
 
     def __init__(self, parts: SequenceOf[Sampled], order: SequenceOf[pk.Sequence] = ()) -> None:
         self._parts = parts
         self._order = order  # of all sequences, where that of the parts is another one
         self._lists: dict[pk.Sequence, list[int]] | None = None
+        self.ended: tuple[pk.Sequence, ...] = ()
 
     def __getitem__(self, sequence: pk.Sequence) -> list[int]:
         return self._by_sequence()[sequence]
