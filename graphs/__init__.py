@@ -8,8 +8,10 @@ from pagedkv.graphs.control_buffers import ControlBuffers
 from pagedkv.graphs.decode_loop import DecodeLoop, LoopStatistics, Prefill
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.outputs import StepTokens
+from pagedkv.graphs.sampling import NO_TOKEN, SAMPLING_WORDS, Sampling, choose_largest, choose_tokens
 from pagedkv.graphs.scheduler import Output, Request, Scheduler, SchedulerStatistics, SchedulerStep
 from pagedkv.graphs.unit import Model, Unit
 
-__all__ = ["ControlBuffers", "DecodeLoop", "GraphCache", "GraphKey", "LoopStatistics", "Model", "Output",
-           "Prefill", "Request", "Scheduler", "SchedulerStatistics", "SchedulerStep", "StepTokens", "Unit", "UnitGraph"]
+__all__ = ["NO_TOKEN", "SAMPLING_WORDS", "ControlBuffers", "DecodeLoop", "GraphCache", "GraphKey", "LoopStatistics",
+           "Model", "Output", "Prefill", "Request", "Sampling", "Scheduler", "SchedulerStatistics", "SchedulerStep",
+           "StepTokens", "Unit", "UnitGraph", "choose_largest", "choose_tokens"]

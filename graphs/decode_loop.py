@@ -153,7 +153,7 @@ class DecodeLoop:
         self.graphs = GraphCache(store, model, use_graphs=use_graphs)
         self.statistics = LoopStatistics()
         self._outputs = no_outputs(store.config.max_concurrency)
-        self._keys: dict[tuple[pk.Route, int, int], GraphKey] = {}
+        self._graphs_by_shape: dict[tuple[pk.Route, int, int], UnitGraph] = {}
         self._chosen: _Chosen | None = None
         self._pending: _Pending | None = None
 
@@ -382,11 +382,11 @@ class DecodeLoop:
 
     def _graph(self, route: pk.Route, batch: int, width: int) -> UnitGraph:
         """Return the graph of a shape; its unit has the name of the route."""
-        key = self._keys.get((route, batch, width))
-        if key is None:
-            key = key_for(self.store.config, unit=route, route=route, batch=batch, width=width)
-            self._keys[route, batch, width] = key
-        return self.graphs.unit(key)
+        graph = self._graphs_by_shape.get((route, batch, width))
+        if graph is None or not graph.replays:  # an egress that was never written is blanked
+            graph = self.graphs.unit(key_for(self.store.config, unit=route, route=route, batch=batch, width=width))
+            self._graphs_by_shape[route, batch, width] = graph
+        return graph
 
     def _decode(self, chosen: _Chosen, stops: frozenset[int]) -> None:
         """Run one decode unit of the running sequences and add a token to the output of each."""

@@ -30,8 +30,9 @@ class Unit:
 
     Attributes:
         key: the shape; `route`, `batch` (B) and `width` (W) are fields of it.
-        tokens, next_tokens: (B, W) int32; first_positions, valid_columns, table_rows, accepted: (B,) int32; all on the
-            device, at fixed addresses (`ControlBuffers`).
+        tokens, next_tokens: (B, W) int32; first_positions, valid_columns, table_rows, accepted: (B,) int32; words:
+            (B, K) int32 of the caller, K = `caller_words` of the StoreConfig; all on the device, at fixed addresses
+            (`ControlBuffers`).
         views: `views[pool][layer]`.
         stream, device: of the store.
 
@@ -57,6 +58,7 @@ class Unit:
         self.first_positions = self.control.first_positions
         self.valid_columns = self.control.valid_columns
         self.table_rows = self.control.table_rows
+        self.words = self.control.words
         self.next_tokens = self.control.next_tokens
         self.accepted = self.control.accepted
         self._ops = store.ops
@@ -107,6 +109,14 @@ class Unit:
             self._attended_view("context attention", layer, pool), q, k, v, out, self.first_positions, self.table_rows,
             valid_columns=self.valid_columns, scale=self.key.scale, workspace=self._workspace, stream=self.stream,
         )
+
+    def accept_greedy(self) -> None:
+        """Count into `accepted` the columns of each entry that greedy decoding would have written.  (C13.1)
+
+        Enqueue it behind the work that writes next_tokens: accepted[b] is 0 for an entry without live columns, else 1
+        and the drafted tokens (columns 1 and on) before the first that the model did not choose.
+        """
+        self._ops.accept_greedy(self.tokens, self.next_tokens, self.valid_columns, self.accepted, stream=self.stream)
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Enqueue an array function of the caller: a module-level function of arrays and scalars."""

@@ -394,6 +394,7 @@ def test_a_loop_is_built_of_a_store_and_a_model() -> None:
     lambda: pk.plan(CONFIG, 1 << 40, cache_bytes="x"),  # type: ignore[arg-type]
     lambda: pk.control_words(batch="1", width=1),  # type: ignore[arg-type]
     lambda: pk.control_words(batch=0, width=1),
+    lambda: pk.control_words(batch=1, width=1, words=65),
     lambda: pk.clause(5),  # type: ignore[arg-type]
 ])  # fmt: skip
 def test_values_of_another_kind_are_refused(ask: Callable[[], object]) -> None:

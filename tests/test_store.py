@@ -238,19 +238,36 @@ def test_pools_commit_and_trim_apart() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_rows_that_cross_together_are_published_by_two_device_calls(device: pk.Device, rows: int) -> None:
-    """C11.2: one row is one copy; more are one copied list and one launch, or as many as the list is long."""
-    config = dataclasses.replace(CONFIG, max_concurrency=7, kv_capacity=pk.ExplicitCapacity(7 * 256), backend=None)
+    """C11.2: one row is one copy; more are one copied list and one launch.  A window of ids is published at once."""
+    tokens = 70 * 64
+    config = dataclasses.replace(CONFIG, max_context=tokens, max_concurrency=7, backend=None,
+                                 kv_capacity=pk.ExplicitCapacity(7 * tokens))
     with pk.open_store(config, device) as store:
         shuffle_placement(store, seed=1)
-        batch = store.batch([store.activate(prompt_tokens=200, output_tokens=0) for _ in range(rows)])
-        for columns, calls in ((64, 1 if rows == 1 else 2), (8, 1 if rows == 1 else 2), (8, 0), (120, None)):
+        batch = store.batch([store.activate(prompt_tokens=tokens, output_tokens=0) for _ in range(rows)])
+        calls = 1 if rows == 1 else 2
+        for columns, expected in ((64, calls), (8, 0), (8, 0), (64 * 63 - 16, 0), (1, calls), (64 * 5, 0)):
             before = device.driver_calls
             unit = store.begin_unit(batch, columns)
-            assert calls is None or device.driver_calls - before == calls
+            assert device.driver_calls - before == expected
             store.wait(unit)
             store.commit(unit)
             store.check()  # compares the device tables
-        assert store.published_slices == 3 * rows
+        assert store.published_slices == 5 * rows
+
+
+def test_rows_that_cross_together_into_more_than_their_windows_are_published_whole(device: pk.Device) -> None:
+    """C11.2: 70 new pages of each of 3 rows, where the list holds 64 for each."""
+    tokens = 70 * 64
+    config = dataclasses.replace(CONFIG, max_context=tokens, max_concurrency=3, backend=None,
+                                 kv_capacity=pk.ExplicitCapacity(3 * tokens))
+    with pk.open_store(config, device) as store:
+        shuffle_placement(store, seed=1)
+        batch = store.batch([store.activate(prompt_tokens=tokens, output_tokens=0) for _ in range(3)])
+        before = device.driver_calls
+        store.fail(store.begin_unit(batch, tokens))
+        assert device.driver_calls - before == 4 + 1, "two lists of one copy and one launch, and the wait"
+        store.check()  # compares the device tables
 
 
 def append_token(store: pk.Store, view: pk.PagedKVLayerView, word: int, position: int) -> None:

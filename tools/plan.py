@@ -58,6 +58,7 @@ _DRAFT = re.compile(rf"(?:draft|dflash full):{_COUNT}x{_COUNT}x{_COUNT}x{_COUNT}
               help="Widest decode unit.  [default: from the backend]")  # fmt: skip
 @click.option("--prefill-columns", "prefill_columns_max", type=positive, default=1024, show_default=True,
               help="Widest prefill.")  # fmt: skip
+@click.option("--caller-words", type=click.IntRange(min=0), default=0, help="Your own words for each row of a unit.")
 @click.option("--sanitizer", is_flag=True, help="With the guard pages of sanitizer mode.")
 @click.option("--codec-events", is_flag=True, help="With the counters of codec events.")
 @json_option

@@ -75,13 +75,10 @@ extern "C" __global__ void copy_columns(uint8_t* plane, int32_t source, int32_t 
 }
 PK_EXPORT(copy_columns)
 
-// Sets single entries of a block table.  entries (3, count): rows, blocks and page ids; table (C, L).  (C11.2)
-extern "C" __global__ void set_entries(int32_t* table, const int32_t* __restrict__ entries, int32_t count,
-                                       int32_t blocks) {
-    const int32_t at = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
-    if (at >= count) return;
-    const int64_t row = entries[at];
-    table[row * blocks + entries[count + at]] = entries[2 * count + at];
+// Sets single entries of a block table.  entries (2, count): indices of the flat table, and page ids.  (C11.2)
+extern "C" __global__ void set_entries(int32_t* table, const int64_t* __restrict__ entries, int32_t count) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < count) table[entries[at]] = static_cast<int32_t>(entries[count + at]);
 }
 PK_EXPORT(set_entries)
 

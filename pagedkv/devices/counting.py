@@ -186,6 +186,5 @@ class CountingModule:
     def launch(
         self, grid: Extent, block: Extent, arguments: Sequence[Any], stream: Stream, *, reads: Sequence[Any] = ()  # noqa: ARG002
     ) -> None:
-        """Count a launch of a legal extent."""
-        assert 0 < math.prod(block) <= 1024, block
+        """Count a launch."""
         self._device.driver_calls += 1

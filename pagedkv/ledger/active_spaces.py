@@ -22,8 +22,9 @@ Everything else is derived: membership pages = mapped_end / P, reservation = (en
                                            members    bound   unmapped
     device table (C, L) int32     the same members; entries beyond membership are unspecified (C11.1)
 
-A row is contiguous, so the new pages of a row reach the device as one slice (C11.2).  The ledger writes the mirror when
-it binds ids, and returns the slices that are new; the store copies them on the stream.
+A row is contiguous, so new pages of a row reach the device as one slice (C11.2).  The ledger writes the mirror when it
+binds ids, and returns the slices that are new.  The store copies a window on the stream when its ids are bound, ahead
+of the pages that become members later.
 
 Batch calls take one int32 value per execution row over all rows (0, the neutral value, in rows that are not selected),
 so a step is a few vector operations for any batch.  A row uses the allocator only when it crosses a page (C9.4).  The
@@ -34,18 +35,19 @@ another pool (C9.9).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from numpy import add, less
 
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle, shown
-from pagedkv.ledger.batch import Batch
+from pagedkv.ledger.batch import Batch, EntryColumns
 from pagedkv.ledger.events import PageEvents, PoolEvents
-from pagedkv.ledger.free_runs import Ids
+from pagedkv.ledger.free_runs import Ids, highest
 from pagedkv.ledger.pages import LogicalPages, Pages
 from pagedkv.ledger.pool import DevicePageLease, PagePool
-from pagedkv.values.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, pages_for_tokens
+from pagedkv.values.quantities import PAGE_MASK, PAGE_SHIFT, PAGE_TOKENS, WINDOW_PAGES, pages_for_tokens
 
 Tokens = npt.NDArray[np.int32]
 
@@ -53,9 +55,6 @@ RowIndex = slice | npt.NDArray[np.int64]
 
 UNMAPPED = -1
 """A table entry that names no page group."""
-
-WINDOW_PAGES = 64
-"""Pages bound at once: 4096 tokens, so that a row asks for ids once in 4096 steps (C6.5)."""
 
 _ZERO = np.zeros((), np.int32)
 _PAGE_TOKENS = np.full((), PAGE_TOKENS, np.int32)
@@ -74,6 +73,12 @@ class TableSlices(NamedTuple):
     first_blocks: npt.NDArray[np.int32]
     block_counts: npt.NDArray[np.int32]
     pages: int
+
+    @classmethod
+    def of(cls, slices: list[tuple[int, int, int]]) -> Self:
+        """Return slices from (row, first block, block count) of each."""
+        rows, first_blocks, block_counts = np.array(slices, np.int64).T
+        return cls(rows, first_blocks.astype(np.int32), block_counts.astype(np.int32), int(block_counts.sum()))
 
     def each(self) -> Iterator[tuple[int, int, int]]:
         """Iterate over (row, first block, block count) of every slice."""
@@ -102,6 +107,8 @@ class ActiveSpaces:
             idle row.
         writable_end: (C,) int32, min(entitled_end, S), so that a step compares once.
         ready_end: (C,) int32, min(bound_end, writable_end), likewise.
+        new_windows: (row, first block, pages) of the ids that the last mapping bound; the store publishes a whole
+            window at once, so that a row which crosses into its next page needs no copy, and clears the list.
         grows: whether leases are extended between units (C9.2); only the advice of an error depends on it.
 
     The methods below alone write the columns.
@@ -126,8 +133,8 @@ class ActiveSpaces:
         self.entitled_end = np.zeros(rows, np.int32)
         self.writable_end = np.zeros(rows, np.int32)
         self.ready_end = np.zeros(rows, np.int32)
+        self.new_windows: list[tuple[int, int, int]] = []
         self._one_each = np.ones(rows, np.int32)
-        self._page_each = np.full(rows, PAGE_TOKENS, np.int32)
         self._row_starts = np.arange(rows) * blocks
         self._flat_members, self._flat_table = self.members.reshape(-1), self.table.reshape(-1)
         self._unit_ends = np.zeros(rows, np.int32)
@@ -136,6 +143,10 @@ class ActiveSpaces:
         self._none_crossing = self._crossing.tobytes()
         self._is_ragged = self.max_context % PAGE_TOKENS != 0
         self._may_trail = False
+        # What every row of the last unit may still write at least: within its pages, and below its `ready_end`.
+        self._last_entry: EntryColumns | None = None
+        self._is_repeated = False
+        self._mapped_left = self._ready_left = 0
 
     # ---- opening and closing a space --------------------------------------------------------------
 
@@ -210,24 +221,43 @@ class ActiveSpaces:
 
     # ---- units ------------------------------------------------------------------------------------
 
-    def reaches_new_pages(self, columns: Tokens) -> bool:
-        """Note where a unit of columns[r] in every row r ends, and say whether some row may leave its mapped pages.
+    def reaches_new_pages(self, entry: EntryColumns) -> bool:
+        """Note where a unit ends in each row, and say whether some row may leave its mapped pages.
 
-        If none may, two vector operations were enough.  Otherwise the caller asks `is_ready` and `is_writable`, and
-        calls `map_reached`.  If S lies inside a page, the answer is always True: a row may pass S within its pages.
+        If none may, two vector operations were enough, or none where the same batch has far to go.  Otherwise the
+        caller asks `is_ready` and `is_writable`, and calls `map_reached`.  If S lies inside a page, the answer is
+        always True: a row may pass S within its pages.
         """
-        np.add(self.committed_end, columns, self._unit_ends)
-        np.less(self.mapped_end, self._unit_ends, self._crossing)
-        return self._is_ragged or self._crossing.tobytes() != self._none_crossing
+        self._is_repeated = entry is self._last_entry
+        if self._is_repeated:
+            self._ready_left -= entry.width
+            if self._mapped_left >= entry.width:
+                self._mapped_left -= entry.width
+                return False
+        else:
+            self._last_entry = entry
+            self._mapped_left = self._ready_left = 0
+        add(self.committed_end, entry.by_row, self._unit_ends)
+        less(self.mapped_end, self._unit_ends, self._crossing)
+        if self._is_ragged or self._crossing.tobytes() != self._none_crossing:
+            return True
+        self._note_mapped_left()
+        return False
 
-    def is_ready(self) -> bool:
+    def is_ready(self, entry: EntryColumns) -> bool:
         """Whether the unit stays within bound pages, below every entitlement and below S."""
-        np.less(self.ready_end, self._unit_ends, self._is_beyond)
-        return self._is_beyond.tobytes() == self._none_crossing
+        if self._ready_left > 0:
+            return True
+        less(self.ready_end, self._unit_ends, self._is_beyond)
+        if self._is_beyond.tobytes() != self._none_crossing:
+            return False
+        if self._is_repeated:
+            self._ready_left = self._least_left(self.ready_end, entry)
+        return True
 
     def is_writable(self) -> bool:
         """Whether no row of the unit would write beyond its entitlement, or at or beyond S.  (C9.3, C11.2)"""
-        np.less(self.writable_end, self._unit_ends, self._is_beyond)
+        less(self.writable_end, self._unit_ends, self._is_beyond)
         return self._is_beyond.tobytes() == self._none_crossing
 
     def map_reached(self, *, is_one_page: bool) -> TableSlices | None:
@@ -240,10 +270,13 @@ class ActiveSpaces:
             return None
         if not is_one_page:
             return self._map(rows, self._unit_ends[rows])
+        if self.new_windows:
+            self.new_windows.clear()
         old_ends = self.mapped_end[rows]
         self.pool.materialize(rows.size)
         self._may_trail = True
         self.mapped_end[rows] = old_ends + _PAGE_TOKENS
+        self._note_mapped_left()
         slices = TableSlices(rows, old_ends >> _PAGE_SHIFT, self._one_each[: rows.size], rows.size)
         self.events.record_slices("materialize", slices, self.table)
         return slices
@@ -275,21 +308,22 @@ class ActiveSpaces:
     def commit(self, columns: Tokens) -> None:
         """Advance the committed frontier of every row r by columns[r], which a unit has mapped.  (C9.5)"""
         if columns.size > 1:
-            np.add(self.committed_end, columns, self.committed_end)
+            add(self.committed_end, columns, self.committed_end)
         else:  # in place it takes four times as long for one row
             self.committed_end[0] = self.committed_end.item(0) + columns.item(0)
 
     def commit_at(self, batch: Batch, columns: Tokens) -> None:
         """Advance the committed frontiers of a batch's rows by columns of its entries, as `commit`.  (C9.5)"""
         committed = self.committed_end
+        index = batch.index
         if columns.size == 1:
             row = batch.rows.item(0)
             committed[row] = committed.item(row) + columns.item(0)
-        elif isinstance(batch.index, slice):
-            selected = committed[batch.index]  # a view
-            np.add(selected, columns, selected)
+        elif type(index) is slice:
+            selected = committed[index]  # a view
+            add(selected, columns, selected)
         else:
-            committed[batch.rows] = committed[batch.rows] + columns
+            committed[index] = committed[index] + columns
 
     # ---- between units ----------------------------------------------------------------------------
 
@@ -297,7 +331,7 @@ class ActiveSpaces:
         """Refuse a trim of pages that a copy uses; only then is there anything to ask.  (C7.4)"""
         rows = self._trailing_rows(index, provisional)
         if rows is not None:
-            slices = self._slices(rows, self._unit_ends[rows], self.mapped_end[rows])
+            slices, _ = self._trailing_slices(rows)
             self.pages.require_unpinned(f"trim in pool {self.pool.name}", self.members[slices.flat()])
 
     def trim(self, index: RowIndex, provisional: Tokens | None = None) -> int:
@@ -311,13 +345,13 @@ class ActiveSpaces:
         rows = self._trailing_rows(index, provisional)
         if rows is None:
             return 0
-        keep_ends = self._unit_ends[rows]
-        slices = self._slices(rows, keep_ends, self.mapped_end[rows])
+        slices, keep_ends = self._trailing_slices(rows)
         flat_rows, blocks = slices.flat()
-        at = self._row_starts[flat_rows] + blocks  # one index for both tables: two axes take 1 us each
+        at = self._row_starts[flat_rows] + blocks.astype(np.int64)  # one index: two axes take 1 us for each table
         self.pool.dematerialize(self._flat_table[at])
         self.pages.trim(self._flat_members[at])
         self.mapped_end[rows] = keep_ends
+        self._mapped_left = 0
         self.events.record_slices("trim", slices, self.table)
         return slices.pages
 
@@ -369,10 +403,14 @@ class ActiveSpaces:
         spread[index] = values
         return spread
 
-    def entries(self, slices: TableSlices) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.integer[Any]], Ids]:
-        """Return (rows, blocks, page group ids) of every single entry of slices, slice after slice."""
+    def entries(self, slices: TableSlices) -> npt.NDArray[np.int64]:
+        """Return (2, pages) int64: row * L + block and page group id of every entry of slices, slice after slice."""
         rows, blocks = slices.flat()
-        return rows, blocks, self._flat_table[self._row_starts[rows] + blocks]
+        entries = np.empty((2, slices.pages), np.int64)
+        at = entries[0]
+        add(self._row_starts[rows], blocks.astype(np.int64), at)  # one type: it takes half of the time of two
+        entries[1] = self._flat_table[at]
+        return entries
 
     def mapped_ids(self, row: int) -> Ids:
         """Return a copy of the page group ids that the row maps, in block order."""
@@ -425,6 +463,7 @@ class ActiveSpaces:
 
     def _map(self, rows: npt.NDArray[np.int64], ends: Tokens) -> TableSlices:
         """Map rows to ends: new pages move from the reservation of a space to its allocation.  (C6.2, C6.5)"""
+        self.new_windows.clear()
         old_ends = self.mapped_end[rows]
         new_ends = (ends + _PAGE_MASK) & _PAGE_STARTS
         is_unbound = self.bound_end[rows] < new_ends
@@ -438,22 +477,40 @@ class ActiveSpaces:
         self.events.record_slices("materialize", slices, self.table)
         return slices
 
+    def margins_hold(self) -> bool:
+        """Say whether every row of the last unit may still write what is noted as left."""
+        if self._last_entry is None:
+            return True
+        rows = self._last_entry.rows
+        committed, mapped, ready = (ends[rows] for ends in (self.committed_end, self.mapped_end, self.ready_end))
+        return bool((committed + self._mapped_left <= mapped).all() and (committed + self._ready_left <= ready).all())
+
+    def _note_mapped_left(self) -> None:
+        """Note how far the rows of the last unit are from their next page, if that saves more than it takes."""
+        entry = self._last_entry
+        if self._is_repeated and not self._is_ragged and entry is not None and entry.is_far:
+            self._mapped_left = self._least_left(self.mapped_end, entry)
+
+    def _least_left(self, ends: Tokens, entry: EntryColumns) -> int:
+        """Return how many columns every row of a unit may write behind the unit below its end, at least."""
+        left = ends[entry.rows] - self._unit_ends[entry.rows]
+        return left.item(left.argmin())
+
     def _trailing_rows(self, index: RowIndex, provisional: Tokens | None) -> npt.NDArray[np.int64] | None:
         """Return the rows with mapped pages behind committed + provisional columns, or None if there are none.
 
-        `_unit_ends` says where those pages begin.
+        Those pages begin with the one that holds position `_unit_ends`.
         """
         if not self._may_trail:
             return None
         keep = self._unit_ends
         if provisional is None:
-            np.add(self.committed_end, _PAGE_MASK, keep)
+            add(self.committed_end, _PAGE_MASK, keep)
         else:
             np.copyto(keep, self.committed_end)
             keep[index] += np.minimum(provisional, self.blocks * PAGE_TOKENS)
-            np.add(keep, _PAGE_MASK, keep)
-        np.bitwise_and(keep, _PAGE_STARTS, keep)
-        np.less(keep, self.mapped_end, self._crossing)
+            add(keep, _PAGE_MASK, keep)
+        less(keep, self.mapped_end, self._crossing)
         if self._crossing.tobytes() == self._none_crossing:
             self._may_trail = provisional is not None
             return None
@@ -466,10 +523,19 @@ class ActiveSpaces:
             rows = rows + index.start
         return rows
 
+    def _trailing_slices(self, rows: npt.NDArray[np.int64]) -> tuple[TableSlices, Tokens]:
+        """Return the slices of the pages that `_trailing_rows` found, and where each membership ends without them."""
+        kept, mapped = self._unit_ends[rows], self.mapped_end[rows]
+        first_blocks = kept >> _PAGE_SHIFT
+        if highest(mapped - kept) <= PAGE_TOKENS:
+            return TableSlices(rows, first_blocks, self._one_each[: rows.size], rows.size), mapped - _PAGE_TOKENS
+        keep_ends = first_blocks << _PAGE_SHIFT
+        return self._slices(rows, keep_ends, mapped), keep_ends
+
     def _slices(self, rows: npt.NDArray[np.int64], first_tokens: Tokens, last_tokens: Tokens) -> TableSlices:
         """Return the slices [first_tokens[i], last_tokens[i]), multiples of P, of rows."""
         tokens, count = last_tokens - first_tokens, rows.size
-        if tokens.tobytes() == self._page_each[:count].tobytes():  # mostly: `sum` takes 1.5 us
+        if highest(tokens) == PAGE_TOKENS:  # mostly: `sum` takes 1.5 us
             return TableSlices(rows, first_tokens >> _PAGE_SHIFT, self._one_each[:count], count)
         return TableSlices(rows, first_tokens >> _PAGE_SHIFT, tokens >> _PAGE_SHIFT, int(tokens.sum()) >> PAGE_SHIFT)
 
@@ -486,6 +552,7 @@ class ActiveSpaces:
             page_ids, writer=row, first_block=first, after=logical_after
         )
         self.bound_end[row] = (first + count) * PAGE_TOKENS
+        self.new_windows.append((row, first, count))
         self._derive(row)
 
     def _derive(self, row: int) -> None:
@@ -504,3 +571,4 @@ class ActiveSpaces:
         self.members[row, :bound] = -1
         self.shared_end[row] = self.committed_end[row] = self.mapped_end[row] = self.bound_end[row] = 0
         self.entitled_end[row] = self.writable_end[row] = self.ready_end[row] = 0
+        self._last_entry = None

@@ -109,6 +109,7 @@ def check_6_frontiers(spaces: ActiveSpaces) -> None:
     _demand((spaces.writable_end == writable).all(), spaces,
             f"writable ends {spaces.writable_end.tolist()}, {writable.tolist()}")
     _demand(int(spaces.entitled_end.max()) <= spaces.blocks * PAGE_TOKENS, spaces, "entitlement beyond L")
+    _demand(spaces.margins_hold(), spaces, "the last unit's rows are nearer to their next page than was noted")
 
 
 def check_7_one_writer(spaces: ActiveSpaces, kept: KeptSpaces) -> None:

@@ -16,6 +16,7 @@ NumPy is fast with, once per operation (4096 ids, one column, read / written, in
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ def lowest(values: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> int:
     return values.item(values.argmin())
 
 
-def highest(values: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> int:
+def highest(values: npt.NDArray[np.integer[Any]]) -> int:
     """Return the greatest of some values."""
     return values.item(values.argmax())
 

@@ -25,11 +25,11 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pagedkv.errors import MisuseError, shown
 from pagedkv.ledger.active_spaces import ActiveSpaces, TableSlices, Tokens
 from pagedkv.ledger.batch import (
+    FAR_COLUMNS,
     Batch,
     Columns,
     EntryColumns,
@@ -108,7 +108,7 @@ class Ledger:
         self.units = Units()
         self._aborting: dict[int, Sequence] = {}
         # Counts of a unit in which each of B entries writes W columns, by (B, W); every batch of B entries has them.
-        self._uniform: dict[tuple[int, int], tuple[Tokens, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]] = {}
+        self._uniform: dict[tuple[int, int], Tokens] = {}
         self._last_batch = batch_of((), *numbers_of(()), self.sequences.stamp)
 
     def record_in(self, recorder: Recorder) -> None:
@@ -283,11 +283,12 @@ class Ledger:
 
     def batch(self, sequences: SequenceOf[Sequence]) -> Batch:
         """Select sequences, in batch order.  (C11.3)"""
-        handles, previous = tuple(sequences), self._last_batch
+        handles, previous, current = tuple(sequences), self._last_batch, self.sequences
         first, last = ends = common_ends(previous.sequences, handles)
-        self.sequences.require_all_current(handles[first : len(handles) - last])
-        batch = batch_after(previous, handles, ends, previous.stamp)
-        self._require_batch(batch)  # the handles of the previous batch may have ended
+        current.require_all_current(handles[first : len(handles) - last])
+        batch = batch_after(previous, handles, ends, current.serials, current.stamp)
+        if batch.stamp != current.stamp:
+            self._require_batch(batch)  # the handles of the previous batch may have ended
         if not len(batch) or batch.rows_mask.bit_count() != len(batch):
             raise MisuseError("a batch", expected="at least one sequence, each once", got=list(sequences),
                               remedy="select distinct sequences", clause="C14.4")
@@ -322,11 +323,11 @@ class Ledger:
             if entry is None:
                 entry = self._entry_columns(batch, pool, pool_columns)
             written[pool] = entry
-            if spaces.reaches_new_pages(entry.by_row):
-                is_ready = spaces.is_ready()
+            if spaces.reaches_new_pages(entry):
+                is_ready = spaces.is_ready(entry)
                 if not is_ready and not spaces.is_writable():
                     self._require_writable(batch, pool, entry)
-                crossing = [*(crossing or ()), (pool, spaces, is_ready and entry.is_narrow)]
+                crossing = [*(crossing or ()), (pool, spaces, is_ready and entry.width <= PAGE_TOKENS)]
             first_positions[pool] = first = spaces.committed_end[batch.rows]
             first.setflags(write=False)
         self.unsettled = "begin_unit"
@@ -521,20 +522,18 @@ class Ledger:
             count = len(batch.sequences)
             uniform = self._uniform.get((count, columns))
             if uniform is None:
-                counts = np.full(count, columns, np.int32)
-                counts.flags.writeable = False
-                uniform = self._uniform[count, columns] = counts, counts.view(_UINT32), np.zeros(count, np.bool_)
+                uniform = self._uniform[count, columns] = np.full(count, columns, np.int32)
+                uniform.flags.writeable = False
             by_row = np.zeros(spaces.committed_end.size, np.int32)  # `zeros_like` takes 0.7 us
             by_row[batch.index] = columns
             by_row.flags.writeable = False
-            counts, limits, is_beyond = uniform
-            batch.by_width[columns] = entry = EntryColumns(counts, by_row, limits, is_beyond, True)
+            batch.by_width[columns] = entry = EntryColumns(uniform, by_row, columns, batch.index, True,
+                                                              0 < count * columns <= FAR_COLUMNS)
             return entry
         counts = column_counts(f"columns of a unit in pool {pool}", len(batch), columns)
         by_row = spaces.by_row(batch.index, counts)
         counts.flags.writeable = by_row.flags.writeable = False  # a caller sees them, and `commit_unit` compares
-        return EntryColumns(counts, by_row, counts.view(_UINT32), np.zeros(counts.size, np.bool_),
-                            highest(counts) <= PAGE_TOKENS)
+        return EntryColumns(counts, by_row, highest(counts), batch.index, False, False)
 
     def _accepted(self, unit: Submission, pool: str, columns: Columns) -> Tokens:
         """Return accepted columns as (B,) int32; refuse more than the unit wrote.  (C9.5)"""
@@ -543,14 +542,17 @@ class Ledger:
             raise MisuseError(f"a commit to pool {pool}", expected=f"one of {sorted(unit.written)}", got=pool,
                               remedy="commit only pools that the unit wrote", clause="C9.9")
         limits = entry.by_entry
-        if type(columns) is np.ndarray and columns.dtype is _INT32 and columns.shape == limits.shape:
+        size = limits.size
+        if type(columns) is np.ndarray and columns.dtype is _INT32 and columns.size == size and columns.ndim == 1:
             counts: Tokens = columns  # type: ignore[assignment]
         else:
-            counts = column_counts(f"accepted columns of {unit.label}", limits.size, columns)
-        if limits.size == 1 and 0 <= counts.item(0) <= limits.item(0):
-            return counts
-        np.less(entry.limits, counts.view(_UINT32), entry.is_beyond)  # a negative count is a large one
-        if b"\1" in entry.is_beyond.tobytes():  # `any` takes 1 us
+            counts = column_counts(f"accepted columns of {unit.label}", size, columns)
+        if size == 1:
+            most = counts.item(0)
+        else:
+            unsigned = counts.view(_UINT32)  # a negative count is a large one
+            most = unsigned.item(unsigned.argmax())
+        if not 0 <= most <= entry.width or not (entry.is_uniform or (counts <= limits).all()):
             raise MisuseError(f"accepted columns of {unit.label}", expected=f"0 to {limits.tolist()}",
                               got=counts.tolist(), remedy="accept at most what the unit wrote", clause="C9.5")
         return counts

@@ -27,7 +27,7 @@ class Submission:
     """One unit in flight: its batch and the columns that it may write in each pool.
 
     Made by `Store.begin_unit`.  `first_positions[pool]` is (B,) int32: where the columns of each entry begin, in batch
-    order.  `Units` alone writes `is_open`.
+    order.  `Units` alone writes `is_open`, and the store `is_completed`: whether the device has finished it.
     """
 
     number: int
@@ -36,6 +36,7 @@ class Submission:
     written: dict[str, EntryColumns] = field(repr=False)
     first_positions: dict[str, npt.NDArray[np.int32]] = field(repr=False)
     is_open: bool = True
+    is_completed: bool = False
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:

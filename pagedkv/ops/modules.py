@@ -11,6 +11,7 @@
     page_moves        page_moves.cu                    -                        fill_pages, pack_pages, unpack_pages,
                                                                                 copy_columns, set_entries,
                                                                                 bf16_from_f32, f32_from_bf16
+    verify            verify.cu                        -                        accept_greedy
     linear            linear.cu                        -                        linear_rows (the model runner's)
 
 Everything else (group size, page order, strides, counts) is a run-time argument, so that one module serves every
@@ -85,6 +86,11 @@ def page_moves_module() -> ModuleSpec:
     return ModuleSpec(name="page_moves", sources=("kernels/page_moves.cu",), defines=())
 
 
+def verify_module() -> ModuleSpec:
+    """Return the module that counts accepted columns."""
+    return ModuleSpec(name="verify", sources=("kernels/verify.cu",), defines=())
+
+
 def linear_module() -> ModuleSpec:
     """Return the module of the model runner's matrix product."""
     return ModuleSpec(name="linear", sources=("kernels/linear.cu",), defines=())
@@ -108,6 +114,7 @@ def shipped_modules() -> tuple[ModuleSpec, ...]:
         ),
         *(context_module(head_dim) for head_dim in HEAD_DIMS_CONTEXT),
         page_moves_module(),
+        verify_module(),
         linear_module(),
     )
 
@@ -138,6 +145,10 @@ class Kernels:
     def page_moves(self) -> dict[str, Kernel]:
         """Return the kernels that know no profile."""
         return self._load(("page moves", "", 0), page_moves_module, PAGE_MOVE_KERNELS)
+
+    def verify(self) -> dict[str, Kernel]:
+        """Return the kernel that counts accepted columns."""
+        return self._load(("verify", "", 0), verify_module, ("accept_greedy",))
 
     def _load(
         self, key: tuple[str, str, int], spec: Callable[[], ModuleSpec], names: tuple[str, ...]

@@ -6,6 +6,7 @@
     zero_pages, fill_pages                    clear whole page groups, or fill them with a word
     pack_pages, unpack_pages                  gather and scatter whole page groups, for transfers
     copy_columns                              copy a page group's committed columns to another (C10.5)
+    accept_greedy                             count the columns of a verify unit that are right (C13.1)
     bf16_from_f32, f32_from_bf16              conversions (NumPy and CuPy have no BF16)
     encode_unrotated                          codec edges, for tests (codecs 6)
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from pagedkv.devices.protocol import Device
 from pagedkv.ops import append as append_ops
-from pagedkv.ops import attention, page_moves
+from pagedkv.ops import attention, page_moves, verify
 from pagedkv.ops.modules import Kernels
 from pagedkv.values.planes import PageOrder
 from pagedkv.values.profiles import Profile, resolve_profile
@@ -66,5 +67,6 @@ class Ops:
     pack_pages = page_moves.pack_pages
     unpack_pages = page_moves.unpack_pages
     copy_columns = page_moves.copy_columns
+    accept_greedy = verify.accept_greedy
     bf16_from_f32 = page_moves.bf16_from_f32
     f32_from_bf16 = page_moves.f32_from_bf16

@@ -114,16 +114,16 @@ def copy_columns(
         kernel.launch((geometry.kv_heads, 1, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
 
 
-def set_entries(kernel: Kernel, table: Array, entries: Array, count: int, blocks: np.int32, *, stream: Stream) -> None:
+def set_entries(kernel: Kernel, table: Array, entries: Array, count: int, *, stream: Stream) -> None:
     """Set single entries of a block table, in one launch; the store's own call, without checks.  (C11.2)
 
     Args:
         kernel: `set_entries` of the module of page moves.
-        table: (C, L) int32; blocks: L.
-        entries: int32: `count` rows, then as many blocks, then as many page ids; no entry occurs twice.
+        table: (C, L) int32.
+        entries: int64: row * L + block of each of `count` entries, which occurs once, and then their page ids.
     """
     grid = ((count + SET_THREADS - 1) // SET_THREADS, 1, 1)
-    kernel.launch(grid, (SET_THREADS, 1, 1), (table, entries, np.int32(count), blocks), stream)
+    kernel.launch(grid, (SET_THREADS, 1, 1), (table, entries, np.int32(count)), stream)
 
 
 def bf16_from_f32(ops: HasKernels, destination: Array, source: Array, *, stream: Stream) -> None:

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from pagedkv.errors import Caught, ConfigError, MisuseError, PagedKVError, shown
-from pagedkv.ledger.active_spaces import WINDOW_PAGES
 from pagedkv.ledger.check import check_ledger
 from pagedkv.ledger.ledger import RECORDED, Ledger
 from pagedkv.record.journal import SCHEMA
 from pagedkv.record.words import JournalWords, Words, refusal_words
 from pagedkv.values.config import config_from_json
+from pagedkv.values.quantities import WINDOW_PAGES
 
 DEPTH_MAX = 200
 

@@ -283,16 +283,15 @@ class JournalWords:
             total = crc32(spaces.committed_end[index], total)  # type: ignore[arg-type]
         return total
 
-    def slices(self, slices: PoolSlices) -> dict[str, list[int]]:
-        """Return, per pool, row, block and page id of each new table entry, one after the other."""
-        words = {}
-        for name, new_slices in slices.items():
-            words[name] = entries = list[int]()
-            page_id = self.ledger.active[name].table.item
-            rows, blocks = new_slices.flat()
-            for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-                entries += (row, block, page_id(row, block))
-        return words
+    def slices(self, slices: PoolSlices) -> int:
+        """Return one number for the new slices of every pool, and for the ids that were bound for them."""
+        total = 0
+        for name, (rows, first_blocks, block_counts, _) in slices.items():
+            spaces = self.ledger.active[name]
+            total = crc32(block_counts, crc32(first_blocks, crc32(rows, total)))  # type: ignore[arg-type]
+            for row, first, count in spaces.new_windows:
+                total = crc32(spaces.table[row, first : first + count], total)  # type: ignore[arg-type]
+        return total
 
 
 def refusal_words(error: BaseException) -> Words:

@@ -1,6 +1,6 @@
 """Actions: execute the decisions of the ledger on the store's stream.  (C10.3, C10.5, C11.2)
 
-    publish                new table slices of rows             ledger -> device table, before the launches that read it
+    publish                new table windows of rows            ledger -> device table, before the launches that read it
     copy_tails             committed columns of partial tails   page group -> page group, in every plane of a pool
     publish_memberships    the whole row of an activation       ledger -> device table, after its tails
 
@@ -31,11 +31,11 @@ class Actions:
         ops, device, stream, sanitizer: of the store.
         planes: per pool, every plane with its geometry, in ordinal order.
         tables: per pool, (C, L) int32 on the device.
-        entries: (3 * C,) int32 on the device: table entries on their way to a table.
+        entries: (2 * n,) int64 on the device: n table entries on their way to a table.
         active: per pool, the active spaces of the ledger; only read.
 
     Attributes:
-        published_slices: table slices copied to the device so far.
+        published_slices: table slices published so far.
     """
 
     def __init__(
@@ -58,34 +58,40 @@ class Actions:
         self._planes, self._tables, self._entries, self._sanitizer = {}, {}, None, None
 
     def publish(self, slices: PoolSlices) -> None:
-        """Copy new slices to the device tables, and record an event for each.  (C11.2)
+        """Publish new slices, and record an event for each.  (C11.2)
 
-        One row is one copy.  Several rows are one copy of a list and one launch that sets its entries.
+        Only windows of ids that were just bound are copied: a window holds the pages that become members later.  In
+        sanitizer mode an entry beyond the membership names the guard page, so there each new slice is copied.
         """
         for pool, new_slices in slices.items():
-            spaces, table = self._active[pool], self._tables[pool]
-            rows, first_blocks, _, pages = new_slices
-            if rows.size == 1:
-                row, first = rows.item(0), first_blocks.item(0)
-                blocks = slice(first, first + pages)
-                self._device.copy(table[row, blocks], spaces.table[row, blocks].copy(), self._stream)
-            else:
-                self._set_entries(table, spaces, new_slices)
-            self.published_slices += rows.size
+            spaces = self._active[pool]
             if self._sanitizer is not None:
+                self._copy_slices(pool, spaces, new_slices)
                 self._sanitizer.poison(pool, new_slices)
+            elif spaces.new_windows:
+                self._copy_slices(pool, spaces, TableSlices.of(spaces.new_windows))
+            spaces.new_windows.clear()
+            self.published_slices += new_slices.rows.size
             spaces.events.record_slices("publish", new_slices, spaces.table)
 
-    def _set_entries(self, table: Array, spaces: ActiveSpaces, new_slices: TableSlices) -> None:
-        """Send a list of entries to the device and set them there, as many at once as its buffer holds."""
-        rows, blocks, page_ids = spaces.entries(new_slices)
-        width, most = np.int32(spaces.blocks), self._entries.size // 3
-        for first in range(0, new_slices.pages, most):
-            part = slice(first, first + most)
-            entries = np.concatenate((rows[part], blocks[part], page_ids[part]), dtype=np.int32)
-            on_device = self._entries[: entries.size]
-            self._device.copy(on_device, entries, self._stream)
-            set_entries(self._set_entries_kernel, table, on_device, entries.size // 3, width, stream=self._stream)
+    def _copy_slices(self, pool: str, spaces: ActiveSpaces, slices: TableSlices) -> None:
+        """Copy slices of the host mirror to the device table.
+
+        One row is one copy.  Several rows are one copy of a list and one launch that sets its entries, or as many of
+        both as the buffer of the list asks for.
+        """
+        table, (rows, first_blocks, _, pages) = self._tables[pool], slices
+        if rows.size == 1:
+            row, first = rows.item(0), first_blocks.item(0)
+            blocks = slice(first, first + pages)
+            self._device.copy(table[row, blocks], spaces.table[row, blocks].copy(), self._stream)
+            return
+        entries, most = spaces.entries(slices), self._entries.size // 2
+        for first in range(0, pages, most):
+            part = np.ascontiguousarray(entries[:, first : first + most])
+            on_device = self._entries[: part.size]
+            self._device.copy(on_device, part, self._stream)
+            set_entries(self._set_entries_kernel, table, on_device, part.size // 2, stream=self._stream)
 
     def publish_memberships(self, row: int, tables: Mapping[str, Ids]) -> None:
         """Copy the whole membership of an activated row to the device table of each pool.  (C11.2)"""
@@ -105,11 +111,12 @@ class Actions:
                                    stream=self._stream)
 
     def check_tables(self) -> None:
-        """Demand that every device table shows the memberships; waits for the stream.  (C11.1)"""
+        """Demand that every device table shows the memberships and the bound windows; waits for the stream.  (C11.1)"""
         for pool, spaces in self._active.items():
             table = np.empty_like(spaces.table)
             self._device.copy(table, self._tables[pool], self._stream)
             self._stream.synchronize()
-            members = spaces.columns_below(spaces.mapped_end)
+            is_ahead = self._sanitizer is None  # of a window every entry is there
+            members = spaces.columns_below(spaces.bound_end if is_ahead else spaces.mapped_end)
             if (table[members] != spaces.table[members]).any():
                 raise AssertionError(f"pool {pool}: the device table differs from the membership")

@@ -139,8 +139,7 @@ class Store:
         }
         for pool in config.pools:
             self.ops.prepare(pool.profile, pool.geometry.head_dim, order=pool.order, counts_events=pool.counts_events)
-        self._events: dict[int, Event] = {}
-        self._completed: set[int] = set()
+        self._events: dict[Submission, Event] = {}
         planes = {  # of each pool in ordinal order (C4.2)
             pool.name: [(self._slabs[f"{pool.name}.{plane.layer}.{plane.role}"], plane) for plane in pool.planes]
             for pool in config.pools
@@ -578,19 +577,19 @@ class Store:
         """
         self._access.enter("submit", reaches_device=True)
         self._ledger.units.require_open(unit, "submit")
-        self._completed.discard(unit.number)  # first: after an interrupt the unit counts as not waited for
+        unit.is_completed = False  # first: after an interrupt the unit counts as not waited for
         event = self.device.event()
         self.stream.record(event)
-        self._events[unit.number] = event
+        self._events[unit] = event
 
     def poll(self) -> list[Submission]:
         """Return the submitted units that the device has finished and that are not yet committed.  (C12.4)"""
         self._access.enter("poll", reaches_device=True)
-        for number, event in list(self._events.items()):
+        for unit, event in list(self._events.items()):
             if event.query():
-                self._completed.add(number)
-                del self._events[number]
-        return [unit for unit in self._ledger.units.in_flight if unit.number in self._completed]
+                unit.is_completed = True
+                del self._events[unit]
+        return [unit for unit in self._ledger.units.in_flight if unit.is_completed]
 
     def wait(self, unit: Submission) -> None:
         """Block until the device has finished the unit.  (C12.4)
@@ -601,12 +600,12 @@ class Store:
         """
         self._access.enter("wait", reaches_device=True)
         self._ledger.units.require_open(unit, "wait")
-        event = self._events.pop(unit.number, None)
+        event = self._events.pop(unit, None) if self._events else None
         if event is not None:
             event.synchronize()
-        elif unit.number not in self._completed:
+        elif not unit.is_completed:
             self.stream.synchronize()
-        self._completed.add(unit.number)
+        unit.is_completed = True
 
     def commit(self, unit: Submission, accepted: Columns | Mapping[str, Columns] | None = None) -> None:
         """Advance committed frontiers after the unit completed, and thaw its rows.  (C9.5, C12.3)
@@ -621,13 +620,11 @@ class Store:
         """
         self._access.enter("commit", reaches_device=self.sanitizer is not None)
         by_pool = None if accepted is None else _counts_by_pool(accepted)
-        if type(unit) is not Submission or unit.number not in self._completed:
+        if type(unit) is not Submission or not unit.is_completed:
             self._ledger.units.require_open(unit, "commit")
             raise MisuseError(f"commit of unit {unit.label}", expected="a unit the device has finished",
                               got="one that was not waited for", remedy="call wait(unit), or poll()", clause="C12.3")
         self._ledger.commit_unit(unit, by_pool)
-        self._completed.discard(unit.number)
-        self._events.pop(unit.number, None)
         self._settle()  # an abort takes effect here
 
     def fail(self, unit: Submission) -> None:
@@ -640,7 +637,6 @@ class Store:
         self._ledger.units.require_open(unit, "fail")
         self.wait(unit)
         self._ledger.fail_unit(unit)
-        self._completed.discard(unit.number)
         self._settle()
 
     def launch_graph(self, graph: Graph) -> None:
@@ -939,11 +935,16 @@ def _counts(columns: Columns) -> Columns:
     return checked_counts("columns of a unit", columns, remedy="pass one count, or one per batch entry", clause="C14.4")
 
 
-def _counts_by_pool(columns: Columns | Mapping[str, Columns]) -> dict[str, Columns]:
+def _counts_by_pool(columns: Columns | Mapping[str, Columns]) -> Mapping[str, Columns]:
     """Read the columns of each pool once; those without a pool are Main's."""
     if type(columns) is int:
         return {"main": columns}
     if type(columns) is dict:
+        for given in columns.values():
+            if type(given) is not int:
+                break
+        else:
+            return columns
         return {pool: given if type(given) is int else _counts(given) for pool, given in columns.items()}
     if isinstance(columns, Mapping):
         by_pool: dict[str, Columns] | None = None

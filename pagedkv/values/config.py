@@ -40,6 +40,7 @@ from pagedkv.values.quantities import CONTEXT_TOKENS_MAX, PAGE_TOKENS, ceil_div,
 
 VERIFY_WIDTH_MAX = DECODE_WIDTH_MAX
 CONCURRENCY_MAX = 4096
+CALLER_WORDS_MAX = 64
 PREFILL_COLUMNS_MIN = 16
 PREFILL_COLUMNS_MAX = 65_536
 BYTES_MAX = 1 << 50
@@ -234,6 +235,8 @@ class StoreConfig:
         lease_window_tokens: output tokens that an activation reserves, and the most that an extension adds.
         forced_span_tokens: most tokens that the embedder appends at once without sampling.  Their room is left out of
             `Store.covered_columns`; with lease growth the cushion holds them, also at the end of a row.
+        caller_words: K, int32 words of the embedder for each row of a unit, 0 to 64; the library does not read them.
+            They are for sampling seeds, selectors of the model's state and the like (C15.1).
 
     What an activation asks for is reserved in whole pages: a row may write to the end of the last page of its budget,
     below `max_context`.  A backend's lead is added to the budget before that is rounded up: it is in whole pages too.
@@ -260,6 +263,7 @@ class StoreConfig:
     kv_lease_growth: bool = field(default=False, kw_only=True)
     lease_window_tokens: int = field(default=4096, kw_only=True)
     forced_span_tokens: int = field(default=0, kw_only=True)
+    caller_words: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.geometry, KVGeometry):
@@ -299,6 +303,7 @@ class StoreConfig:
         _require_int("host_arena_bytes", self.host_arena_bytes, 0, BYTES_MAX, "C5.7")
         _require_int("lease_window_tokens", self.lease_window_tokens, 1, CONTEXT_TOKENS_MAX, "C9.2")
         _require_int("forced_span_tokens", self.forced_span_tokens, 0, CONTEXT_TOKENS_MAX, "C9.2")
+        _require_int("caller_words", self.caller_words, 0, CALLER_WORDS_MAX, "C15.1")
         for name, clause in (("sanitizer", "C11.1"), ("codec_events", "codecs 8"), ("kv_lease_growth", "C9.2")):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, expected="True or False", got=shown(getattr(self, name)),

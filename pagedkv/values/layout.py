@@ -31,10 +31,10 @@ import numpy as np
 from pagedkv.errors import ConfigError
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.checks import checked_integer
-from pagedkv.values.config import PoolConfig, StoreConfig
+from pagedkv.values.config import CALLER_WORDS_MAX, PoolConfig, StoreConfig
 from pagedkv.values.planes import PlaneGeometry
 from pagedkv.values.profiles import CODEC_EVENTS
-from pagedkv.values.quantities import CONTEXT_TOKENS_MAX, SLAB_ALIGN_BYTES
+from pagedkv.values.quantities import CONTEXT_TOKENS_MAX, SLAB_ALIGN_BYTES, WINDOW_PAGES
 
 ALIGNMENT_BYTES = SLAB_ALIGN_BYTES - 1
 
@@ -110,19 +110,21 @@ class StoreLayout:
         return owners
 
 
-def control_words(*, batch: int, width: int) -> tuple[int, int]:
+def control_words(*, batch: int, width: int, words: int = 0) -> tuple[int, int]:
     """Return the int32 words of a unit's ingress and egress.  (C15.1)
 
-    Ingress: table row, first position, live columns and W tokens of each entry; egress: accepted count and W sampled
-    tokens.  Example: B = 4, W = 2 -> 20 and 12.
+    Ingress: table row, first position, live columns, K words of the caller and W tokens of each entry; egress: accepted
+    count and W sampled tokens.  Example: B = 4, W = 2, K = 3 -> 32 and 12.
 
     Raises:
-        ConfigError: B or W is no integer of at least 1.
+        ConfigError: B or W is no integer of at least 1, or K (`words`) none from 0 to 64.
     """
     for name, extent in (("B", batch), ("W", width)):
         checked_integer(f"{name} of a unit", extent, 1, CONTEXT_TOKENS_MAX, remedy="count entries and columns",
                         clause="C15.1", kind=ConfigError)
-    return batch * (3 + width), batch * (1 + width)
+    checked_integer("K of a unit", words, 0, CALLER_WORDS_MAX, remedy="pass caller_words of the StoreConfig",
+                    clause="C15.1", kind=ConfigError)
+    return batch * (3 + words + width), batch * (1 + width)
 
 
 def pool_slabs(pool: PoolConfig, *, blocks: int, rows: int) -> tuple[Slab, ...]:
@@ -159,12 +161,15 @@ def build_layout(config: StoreConfig, *, pages: int | None = None) -> StoreLayou
 def _unit_slabs(config: StoreConfig, pools: tuple[PoolConfig, ...]) -> list[Slab]:
     """Return the slabs that all units of a store share, sized for the widest decode and the widest prefill unit."""
     shapes = ((config.max_concurrency, config.decode_columns), (1, config.prefill_columns_max))
-    ingress, egress = (max(words) for words in zip(*(control_words(batch=b, width=w) for b, w in shapes), strict=True))
+    counts = (control_words(batch=b, width=w, words=config.caller_words) for b, w in shapes)
+    ingress, egress = (max(words) for words in zip(*counts, strict=True))
+    window = min(WINDOW_PAGES, config.blocks)
     slabs = [
         Slab("control buffers", CONTROL_INGRESS, (ingress,), np.dtype(np.int32)),
         Slab("control buffers", CONTROL_EGRESS, (egress,), np.dtype(np.int32)),
-        # A row, a block and a page id for each row of a step that crosses a page.
-        Slab("control buffers", TABLE_ENTRIES, (3 * config.max_concurrency,), np.dtype(np.int32), is_scratch=True),
+        # A table entry and its page id, for a window of every row.
+        Slab("control buffers", TABLE_ENTRIES, (2 * window * config.max_concurrency,), np.dtype(np.int64),
+             is_scratch=True),
     ]
     workspace = max(_workspace_bytes(config, pool) for pool in pools)
     if workspace:

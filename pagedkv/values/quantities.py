@@ -9,6 +9,8 @@ from __future__ import annotations
 PAGE_TOKENS = 64
 PAGE_SHIFT = 6
 PAGE_MASK = 63
+WINDOW_PAGES = 64
+"""Ids of pages that are bound at once: 4096 tokens, so that a row asks for ids once in 4096 steps (C6.5)."""
 SLAB_ALIGN_BYTES = 256
 ROW_ALIGN_BYTES = 16
 CONTEXT_TOKENS_MAX = 1 << 30

@@ -143,7 +143,8 @@ NOTHING = 'extern "C" __global__ void nothing() {}'
 
 @pytest.mark.parametrize("spec", [
     pk.ModuleSpec("test_kinds", text=EVERY_KIND + NOTHING, kernels=("every_kind", "nothing")),
-    *(spec for spec in pk.shipped_modules() if spec.name in {"page_moves", "linear", "k8v4_d64", "context_d64"}),
+    *(spec for spec in pk.shipped_modules()
+      if spec.name in {"page_moves", "verify", "linear", "k8v4_d64", "context_d64"}),
 ], ids=lambda spec: str(spec.name))
 def test_both_compilers_see_the_same_signatures(
     spec: pk.ModuleSpec, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,8 @@ import numpy as np
 
 import pagedkv as pk
 from pagedkv.devices.cuda.device import CudaDevice
-from pagedkv.graphs import DecodeLoop
+from pagedkv.graphs import DecodeLoop, GraphCache, Sampling
+from pagedkv.graphs.key import key_for
 from pagedkv.tools.llama.model import KernelLinear, LlamaModel, linear_for, numpy_linear
 from tests.kernels.cpu_helpers import cpu_device
 from tests.model.tiny import TINY, random_weights
@@ -32,6 +33,39 @@ def test_the_runner_says_the_same_on_both_devices(fake_device: CudaDevice) -> No
         expected = generate(below, prompts)
 
     assert generate(fake_device, prompts) == expected
+
+
+def sampled(device: pk.Device) -> list[list[int]]:
+    """Return the tokens of one captured verify unit, run with two choices of words: of two rows, one of them greedy."""
+    model = LlamaModel(random_weights(TINY, seed=11), device, max_context=128, linear=KernelLinear(device))
+    with opened_store(model.geometry, max_context=128, concurrency=4, device=device, caller_words=4,
+                      decode_columns_max=4) as store:
+        graph = GraphCache(store, model).unit(key_for(store.config, unit="verify", route="decode", batch=4, width=4))
+        rows = [store.activate(prompt_tokens=4, output_tokens=8) for _ in range(2)]
+        batch, results = store.batch(rows), []
+        for seed in (1, 2):
+            unit = store.begin_unit(batch, 4)
+            words = np.array([(*Sampling(2.0, 0.9, seed=seed).words, 9), (0, 0, 0, 9)], np.int32)
+            tokens = np.array([[5, 6, 7, 8]] * 2, np.int32)
+            graph.unit.control.write(batch.rows, unit.first_positions["main"], 4, tokens, words)
+            graph.run()
+            store.wait(unit)
+            results += graph.unit.control.read_next_tokens(2).tolist()
+            store.commit(unit, 0)
+            store.trim(batch)
+        for row in rows:
+            store.finish(row)
+    return results
+
+
+def test_sampled_tokens_are_the_same_on_both_devices(fake_device: CudaDevice) -> None:
+    """C14.6, C15.3: one graph for both seeds; the greedy row says the same twice, the other one does not."""
+    with cpu_device() as below:
+        expected = sampled(below)
+
+    assert sampled(fake_device) == expected
+    assert expected[1] == expected[3]
+    assert len({tuple(text) for text in expected}) == 3
 
 
 def test_each_device_has_its_linear_function(fake_device: CudaDevice) -> None:

@@ -234,3 +234,28 @@ def test_words_that_are_kept_are_those_of_the_same_rows_and_columns() -> None:
             assert control.ingress_host[: 12 + rows.size].tolist() == [
                 *rows, *(-1 for _ in pad), *firsts, *pad, *live, *pad, *(firsts + 5),
             ]
+
+
+def test_words_of_the_caller_are_those_of_the_last_write() -> None:
+    """C15.1: written again for other rows or another array; no words are zeros; a refusal writes nothing."""
+    rows, others = np.array([2, 0]), np.array([1, 3, 0])
+    rows.flags.writeable = others.flags.writeable = False
+    first, second = np.array([[1, 2], [3, 4]], np.int32), np.array([[5, 6], [7, 8]], np.int32)
+    with opened_store(GEOMETRY, max_context=128, concurrency=ROWS, caller_words=2) as store:
+        control = ControlBuffers(store, batch=4, width=1)
+        for chosen, columns, words in [
+            (rows, 1, first), (rows, 1, first), (rows, 1, second), (rows, 1, None), (rows, 1, None), (rows, 1, first),
+            (rows, 0, first), (others, 1, None), (rows, 1, second), (rows[::-1], 1, second), (rows[::-1], 1, None),
+        ]:
+            zeros = np.zeros(chosen.size, np.int32)
+            control.write(chosen, zeros, columns, zeros[:, None], words)
+            expected = np.zeros((4, 2), np.int32)
+            expected[: chosen.size] = 0 if words is None else words
+            assert control.words_host.tolist() == expected.tolist()
+        control.write(rows, zeros, 1, zeros[:, None], first)
+        before = control.ingress_host.tolist()
+        zeros = np.zeros(3, np.int32)
+        for wrong in (first, first[:, :1], first.astype(np.int64), [[1, 2]] * 3):
+            with pytest.raises(pk.MisuseError, match="caller_words"):
+                control.write(others, zeros, 1, zeros[:, None], wrong)  # type: ignore[arg-type]
+        assert control.ingress_host.tolist() == before

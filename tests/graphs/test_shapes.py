@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import ControlBuffers, DecodeLoop, GraphCache, GraphKey
+from pagedkv.graphs import ControlBuffers, DecodeLoop, GraphCache, GraphKey, Unit
 from pagedkv.graphs.key import key_for
 from pagedkv.graphs.shapes import batch_shape, prefill_width
 from tests.toy_model import ToyModel
@@ -37,10 +38,10 @@ def test_few_graphs_serve_every_batch_and_every_prompt() -> None:
 
 def test_control_buffers_lie_side_by_side_and_unselected_entries_are_inert() -> None:
     """C11.3, C15.1: one copy carries all selectors; entries beyond the batch have row -1 and no live column."""
-    with pk.open_store(CONFIG, device="cpu") as store:
+    with pk.open_store(dataclasses.replace(CONFIG, caller_words=3), device="cpu") as store:
         control = ControlBuffers(store, batch=4, width=2)
         control.write(np.array([3, 1]), np.array([7, 8], np.int32), np.array([2, 1], np.int32),
-                      np.array([[5, 6], [9, 0]], np.int32))
+                      np.array([[5, 6], [9, 0]], np.int32), np.array([[31, 32, 33], [11, 12, 13]], np.int32))
         store.device.copy(control.ingress_device, control.ingress_host, store.stream)
         store.stream.synchronize()
 
@@ -48,6 +49,39 @@ def test_control_buffers_lie_side_by_side_and_unselected_entries_are_inert() -> 
         assert control.first_positions.tolist() == [7, 8, 0, 0]
         assert control.valid_columns.tolist() == [2, 1, 0, 0]
         assert control.tokens.tolist() == [[5, 6], [9, 0], [0, 0], [0, 0]]
+        assert control.words.tolist() == [[31, 32, 33], [11, 12, 13], [0, 0, 0], [0, 0, 0]]
+
+
+class Follower:
+    """A model without a cache: token t is followed by t + 1; it counts the drafts that are right."""
+
+    def enqueue(self, unit: Unit) -> None:
+        unit.call(follow, unit.tokens, unit.next_tokens)
+        unit.accept_greedy()
+
+
+def follow(tokens: Any, next_tokens: Any) -> None:
+    next_tokens[...] = tokens + 1
+
+
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_a_unit_counts_its_right_drafts(use_graphs: bool) -> None:
+    """C13.1: in a graph and eagerly, with other tokens in each run; entries without a row have none."""
+    with pk.open_store(dataclasses.replace(CONFIG, decode_columns_max=4), device="cpu") as store:
+        graph = GraphCache(store, Follower(), use_graphs=use_graphs).unit(
+            key_for(store.config, unit="verify", route="decode", batch=4, width=4))
+        control = graph.unit.control
+        for tokens, columns, accepted in [
+            ([[5, 6, 7, 8], [5, 6, 8, 9], [5, 0, 0, 0]], [4, 4, 1], [4, 2, 1]),
+            ([[5, 6, 0, 0], [5, 7, 0, 0], [5, 6, 7, 9]], [2, 2, 4], [2, 1, 3]),
+        ]:
+            control.write(np.arange(3), np.zeros(3, np.int32), np.array(columns, np.int32), np.array(tokens, np.int32))
+            graph.run()
+            store.stream.synchronize()
+            assert control.read_accepted(3).tolist() == accepted
+            assert control.read_accepted(4).tolist()[3] == 0
+        with pytest.raises(pk.MisuseError, match="a count of entries"):
+            control.read_accepted(5)
 
 
 def test_addresses_of_a_captured_unit_never_change() -> None:

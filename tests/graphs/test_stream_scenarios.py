@@ -19,8 +19,8 @@ GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=16)
 pytestmark = pytest.mark.deferred
 
 
-def open_small_store() -> AbstractContextManager[pk.Store]:
-    return opened_store(GEOMETRY, max_context=512, concurrency=2)
+def open_small_store(*, sanitizer: bool = False) -> AbstractContextManager[pk.Store]:
+    return opened_store(GEOMETRY, max_context=512, concurrency=2, sanitizer=sanitizer)
 
 
 def test_the_device_of_a_deferred_test_defers(device_mode: int | None) -> None:
@@ -31,18 +31,21 @@ def test_the_device_of_a_deferred_test_defers(device_mode: int | None) -> None:
 
 @pytest.mark.parametrize("sets", [2, 3])
 def test_each_step_sees_the_table_that_was_published_for_it(sets: int) -> None:
-    """S19: several tables are published before anything has run; a copy queued between two sees the earlier one."""
-    with open_small_store() as store:
+    """S19: several tables are published before anything has run; a copy queued between two sees the earlier one.
+
+    In sanitizer mode, where each new page is published by a copy of its own.
+    """
+    with open_small_store(sanitizer=True) as store:
         sequence = store.activate(prompt_tokens=512, output_tokens=0)
         copies = [np.zeros(8, np.int32) for _ in range(sets)]
         for number, copy in enumerate(copies):
             store.ensure_mapped_to_tokens(sequence, 64 * (number + 1))
             store.device.copy(copy, store.block_tables["main"][sequence.row], store.stream)
         store.stream.synchronize()
-        ids = store.page_ids(sequence)
+        ids, guard = store.page_ids(sequence), store.memory_summary()["main"]["capacity_pages"]
 
         for number, copy in enumerate(copies):
-            assert copy.tolist() == ids[: number + 1] + [-1] * (7 - number)
+            assert copy.tolist() == ids[: number + 1] + [guard] * (7 - number)
 
 
 def test_host_memory_may_change_as_soon_as_a_call_returned() -> None:

@@ -19,7 +19,8 @@ from pagedkv.ledger.ledger import Ledger
 
 PLAIN = frozenset({type(None), bool, int, float, str, bytes, slice})
 
-UNSEEN = frozenset({"config", "_crossing", "_unit_ends", "_is_beyond", "is_beyond", "_last_batch", "_uniform"})
+UNSEEN = frozenset({"config", "_crossing", "_unit_ends", "_is_beyond", "is_beyond", "_last_batch", "_uniform",
+                    "_last_entry", "_is_repeated", "_mapped_left", "_ready_left", "new_windows"})
 """Attributes that no snapshot holds: a frozen value, buffers that no call reads before it writes, and caches."""
 
 

@@ -10,7 +10,7 @@ import pytest
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle
 from pagedkv.ledger import active_spaces
 from pagedkv.ledger.active_spaces import UNMAPPED, ActiveSpaces, TableSlices, Tokens
-from pagedkv.ledger.batch import Batch, Columns
+from pagedkv.ledger.batch import Batch, Columns, EntryColumns
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.pages import LogicalPages
 from pagedkv.ledger.pool import DevicePageLease, PagePool
@@ -57,9 +57,14 @@ def written(mapped_tokens: int, committed: int, **options: int) -> ActiveSpaces:
     return spaces
 
 
+def every_row(columns: Tokens) -> EntryColumns:
+    """Return the columns of a unit that selects every row."""
+    return EntryColumns(columns, columns, int(columns.max()), slice(0, columns.size), False, False)
+
+
 def map_to(spaces: ActiveSpaces, *tokens: int) -> TableSlices | None:
     """Map positions [0, tokens) of each row, as a unit does that ends there."""
-    spaces.reaches_new_pages(np.maximum(per_row(*tokens) - spaces.committed_end, 0))
+    spaces.reaches_new_pages(every_row(np.maximum(per_row(*tokens) - spaces.committed_end, 0)))
     return spaces.map_reached(is_one_page=False)
 
 
@@ -135,7 +140,7 @@ def test_need_beyond_the_entitlement_is_refused_for_all_rows() -> None:
         with refused(EntitlementExceeded, "C9.3", spaces, match="row 1 .* 193 tokens.* at most 192 tokens") as caught:
             spaces.require_entitled(rows, per_row(*tokens))
         assert caught.value.fields == {"rows": over}
-        assert spaces.reaches_new_pages(per_row(*tokens))
+        assert spaces.reaches_new_pages(every_row(per_row(*tokens)))
         assert not spaces.is_writable()
     spaces.require_entitled(rows, per_row(100, 192, 64))
     map_to(spaces, 100, 192, 64)

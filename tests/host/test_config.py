@@ -174,6 +174,8 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("a lease window of zero", store_with(lease_window_tokens=0), "C9.2"),
     ("a fractional lease window", store_with(lease_window_tokens=1.5), "C9.2"),
     ("a negative forced span", store_with(forced_span_tokens=-1), "C9.2"),
+    ("more caller's words than 64", store_with(caller_words=65), "C15.1"),
+    ("caller's words true", store_with(caller_words=True), "C15.1"),
     ("a forced span true", store_with(forced_span_tokens=True), "C9.2"),
 ]
 

@@ -224,7 +224,8 @@ def test_a_line_says_what_was_decided() -> None:
     assert begin == {"revision": 3, "operation": "begin_unit",
                      "arguments": {"name": "step", "batch": {"batch": [[0, 1]]}, "columns": {"columns": {"main": 130}}},
                      "answer": {"unit": 1, "first_positions": crc32(bytes(4)),
-                                "slices": {"main": [0, 0, 0, 0, 1, 1, 0, 2, 2]}},
+                                "slices": crc32(np.array([0, 1, 2, 3], np.int32).tobytes(),
+                                                crc32(np.array([3], np.int32).tobytes(), crc32(bytes(8 + 4))))},
                      "state": {"main": [3, 1, 4]}}
     ledger, file = journaled()
     ledger.finish(activate(ledger, 100, written=10), retain=True, state="a secret")
@@ -389,10 +390,10 @@ def test_the_cost_of_checks_does_not_follow_the_pool(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("number", "text"), [
-    (1, ""), (1, "{}\n"), (1, '{"schema":3,"store_id":1,"window_pages":64,"config":{}}\n'),
-    (1, '{"schema":3,"store_id":1,"window_pages":64,"config":{"max_context":3}}\n'),
-    (1, '{"schema":3,"store_id":1,"window_pages":64,"config":[1]}\n'),
-    (1, '{"schema":2,"store_id":1,"window_pages":64,"config":' + json.dumps(config_as_json(make_config())) + "}\n"),
+    (1, ""), (1, "{}\n"), (1, '{"schema":4,"store_id":1,"window_pages":64,"config":{}}\n'),
+    (1, '{"schema":4,"store_id":1,"window_pages":64,"config":{"max_context":3}}\n'),
+    (1, '{"schema":4,"store_id":1,"window_pages":64,"config":[1]}\n'),
+    (1, '{"schema":3,"store_id":1,"window_pages":64,"config":' + json.dumps(config_as_json(make_config())) + "}\n"),
     (3, "not JSON\n"), (3, "[1]\n"), (3, '{"revision":2}\n'),
     (3, '{"revision":7,"operation":"trim","arguments":{},"answer":1,"state":{}}\n'),
     (3, '{"revision":2,"operation":"__init__","arguments":{},"answer":1,"state":{}}\n'),

@@ -38,7 +38,8 @@ def test_every_byte_has_one_owner(profile: str, backend: Backend | None) -> None
 
     page_bytes = {f"pool {pool.name}": pool.pages * pool.page_bytes for pool in config.pools}
     others = {
-        "block tables": len(config.pools) * 2 * 4 * 4, "control buffers": (1024 + 3) * 4 + (1024 + 1) * 4 + 3 * 2 * 4,
+        "block tables": len(config.pools) * 2 * 4 * 4,
+        "control buffers": (1024 + 3) * 4 + (1024 + 1) * 4 + 2 * 4 * 2 * 8,
         "graph allowance": 2 * 12 * 2**20, "alignment": 255 * len(layout.slabs),
     }
     assert layout.bytes_by_owner() == page_bytes | others
@@ -79,8 +80,9 @@ def test_control_buffers_fit_any_unit(max_concurrency: int, backend: Backend | N
 
     sizes = {slab.name: slab.shape for slab in layout.slabs if slab.owner == "control buffers"}
     assert sizes == {"control.ingress": (ingress,), "control.egress": (egress,),
-                     "control.table_entries": (3 * max_concurrency,)}
+                     "control.table_entries": (2 * 4 * max_concurrency,)}
     assert control_words(batch=4, width=2) == (20, 12)
+    assert control_words(batch=4, width=2, words=3) == (32, 12)
 
 
 @pytest.mark.parametrize(("max_context", "decode_columns", "draft", "workspace"), [

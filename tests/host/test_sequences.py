@@ -201,10 +201,10 @@ def test_a_batch_names_each_sequence_once() -> None:
 
 def test_a_batch_after_another_is_what_it_would_be_alone() -> None:
     """Whatever both have in front and at their end, the same handles or equal ones, while others go.  (C10.1, C11.3)"""
-    ledger, draw = make_ledger(max_concurrency=6), random.Random(1)
-    sequences = [activate(ledger, 60) for _ in range(6)]
+    ledger, draw = make_ledger(max_concurrency=30), random.Random(1)
+    sequences = [activate(ledger, 60) for _ in range(30)]
     for _ in range(300):
-        ended = sequences[draw.randrange(6)]
+        ended = sequences[draw.randrange(30)]
         if draw.random() < 0.3:
             named = [*ledger._last_batch.sequences]
             ledger.finish(ended)
@@ -213,7 +213,8 @@ def test_a_batch_after_another_is_what_it_would_be_alone() -> None:
                 with refused(StaleHandle, "C10.1", ledger):
                     ledger.batch(named)
         chosen = draw.choice((
-            draw.sample(sequences, draw.randint(1, 6)), sequences[draw.randrange(3) : draw.randint(3, 6)],
+            draw.sample(sequences, draw.randint(1, 30)), sequences[draw.randrange(15) : draw.randint(15, 30)],
+            sequences[draw.randrange(4) : draw.randint(10, 30)],
             [one for one in ledger._last_batch.sequences if one in sequences] or sequences[:1],
         ))
         handles = tuple(copy.copy(one) if draw.random() < 0.1 else one for one in chosen)

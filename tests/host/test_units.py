@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from pagedkv.errors import EntitlementExceeded, MisuseError, StaleHandle, UnitInFlight
+from pagedkv.ledger import active_spaces
+from pagedkv.ledger.check import check_ledger
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
 from pagedkv.values.config import MTPBackend
@@ -315,3 +318,52 @@ def test_an_abort_waits_for_the_unit_of_its_own_row() -> None:
     assert ledger.sequences.active_rows() == [sequences[1].row]
     assert ledger.abort(sequences[1]) is True
     assert counts(ledger) == (0, 0, 8)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_steps_of_one_batch_map_the_pages_that_they_reach_and_no_others(
+    rows: int, width: int, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Windows of three pages; acceptance, trims, pages mapped ahead and cuts at random.  (C6.5, C9.3, C9.6)
+
+    A batch that makes the same step again knows how far its rows are from their next page.
+    """
+    monkeypatch.setattr(active_spaces, "WINDOW_PAGES", 3)
+    rng = random.Random(f"{seed} {rows} {width}")
+    ledger = make_ledger(max_context=640, max_concurrency=rows)
+    sequences = [activate(ledger, 640) for _ in range(rows)]
+    batch, expected, ends = ledger.batch(sequences), [0] * rows, [0] * rows
+    for each in range(1, rows):
+        write(ledger, sequences[each], 17 * each)
+        ends[each], expected[each] = 17 * each, -(-17 * each // 64)
+    while max(ends) + width <= 640:
+        unit, _ = ledger.begin_unit("step", batch, {"main": width})
+        expected = [max(pages, -(-(end + width) // 64)) for pages, end in zip(expected, ends, strict=True)]
+        assert [len(mapped(ledger, sequence)) for sequence in sequences] == expected
+        accepts_all = rng.random() < 0.7
+        counts = [width if accepts_all else rng.randint(0, width) for _ in range(rows)]
+        ledger.commit_unit(unit, None if accepts_all else {"main": counts})
+        ends = [end + count for end, count in zip(ends, counts, strict=True)]
+        if rng.random() < 0.3:
+            ledger.trim(batch, "main")
+            expected = [-(-end // 64) for end in ends]
+        lane = rng.randrange(rows)
+        if rng.random() < 0.05:
+            tokens = rng.randint(1, 640)
+            ledger.ensure_mapped_to_tokens(sequences[lane], tokens, "main")
+            expected[lane] = max(expected[lane], -(-tokens // 64))
+        if rng.random() < 0.03:
+            ends[lane] -= min(ends[lane], rng.randint(0, 9))
+            ledger.truncate(sequences[lane], ends[lane], "main")
+            expected[lane] = -(-ends[lane] // 64)
+        check_ledger(ledger)
+
+
+def test_no_entry_accepts_what_only_another_one_wrote() -> None:
+    """Counts that differ between entries are compared entry by entry.  (C13.1)"""
+    ledger, sequences = several(2)
+    unit, _ = ledger.begin_unit("step", ledger.batch(sequences), {"main": [2, 5]})
+    with refused(MisuseError, "C9.5", ledger, match=r"\[2, 5\]"):
+        ledger.commit_unit(unit, {"main": [3, 1]})
+    ledger.commit_unit(unit, {"main": [2, 1]})

@@ -23,7 +23,7 @@ from tests.toy_model import retained, run_unit
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 CONFIG = pk.StoreConfig(
-    GEOMETRY, profile="int8-g64", max_context=512, max_concurrency=5, kv_capacity=pk.ExplicitCapacity(30 * 64),
+    GEOMETRY, profile="int8-g64", max_context=512, max_concurrency=6, kv_capacity=pk.ExplicitCapacity(34 * 64),
     backend=pk.MTPBackend(4), kv_lease_growth=True, lease_window_tokens=64,
 )
 
@@ -35,6 +35,7 @@ class Stage:
         running: 100 tokens committed, and one page of Main behind the frontier.
         settled: 70 tokens committed, and no page behind the frontier.
         thin: 130 tokens committed, beyond the point at which its lease grows.
+        fresh: nothing mapped.
         other: 65 tokens committed, in the unit `flying`, which the device has finished.
         kept: a continuation of 130 tokens, protected up to 64 tokens, with a state.
         shared: a continuation whose full pages `running` shares.
@@ -54,6 +55,7 @@ class Stage:
         self.thin = self.written(130, output_tokens=300, prompt_tokens=1)
         self.thin_batch = store.batch([self.thin])
         self.other = self.written(65, output_tokens=20)
+        self.fresh = store.activate(prompt_tokens=70, output_tokens=0)
         self.flying = store.begin_unit(store.batch([self.other]), {"main": 4, "mtp": 4})
         store.submit(self.flying)
         store.wait(self.flying)
@@ -103,7 +105,8 @@ CALLS: dict[str, Callable[[Stage], object]] = {
     "fail": lambda on: on.store.fail(on.flying),
     "begin_round": lambda on: on.store.begin_round(on.thin_batch),
     "covered_columns": lambda on: on.store.covered_columns(on.batch),
-    "ensure_mapped_to_tokens": lambda on: on.store.ensure_mapped_to_tokens(on.running, 200),
+    "ensure_mapped_to_tokens": lambda on: on.store.ensure_mapped_to_tokens(on.fresh, 70),
+    "ensure_mapped_to_tokens in a window": lambda on: on.store.ensure_mapped_to_tokens(on.running, 200),
     "trim": lambda on: on.store.trim(on.batch),
     "truncate": lambda on: on.store.truncate(on.running, 97),
     "truncate a continuation": lambda on: on.store.truncate(on.kept, 70),

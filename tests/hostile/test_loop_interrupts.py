@@ -6,11 +6,14 @@ The store is latched then, or the caller repeats the call and gets every token t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import DecodeLoop, Prefill, StepTokens
+from pagedkv.graphs import ControlBuffers, DecodeLoop, Prefill, StepTokens
 from tests.hostile.interrupt import ERRORS, Interrupt
 from tests.toy_model import ToyModel, prompt, retained
 
@@ -138,3 +141,35 @@ def test_a_loop_that_goes_on_gives_the_tokens_it_would_have_given(
                 call(stage)
                 assert expected == stage.go_on(), str(raised.value)
     print(f"{name}: {count.lines} lines, latched at {latched}")
+
+
+def test_a_write_of_selectors_after_an_interrupted_one_is_whole(opened_device: pk.Device) -> None:
+    """C11.3, C15.1: with the rows and words of the write before it, with others, without words."""
+    first, second = np.array([1, 0]), np.array([2, 3])
+    first.flags.writeable = second.flags.writeable = False
+    few = first[:1]
+    words = {id(rows): np.array([[row, 9] for row in rows], np.int32) for rows in (first, second, few)}
+    tokens = np.array([[5], [6]], np.int32)
+
+    def write(control: ControlBuffers, rows: npt.NDArray[np.int64], given: npt.NDArray[np.int32] | None) -> None:
+        control.write(rows, tokens[: rows.size, 0], 1, tokens[: rows.size], given)
+
+    with pk.open_store(replace(CONFIG, caller_words=2), opened_device) as store:
+        expected = ControlBuffers(store, batch=4, width=1)
+        for interrupted, others in ((second, words[id(second)]), (few, words[id(few)]), (first, words[id(second)])):
+            for then, given in ((first, words[id(first)]), (second, words[id(second)]), (first, None)):
+                expected.make_inert()
+                write(expected, then, given)
+                at, is_through = 0, False
+                while not is_through:
+                    at += 1
+                    control = ControlBuffers(store, batch=4, width=1)
+                    write(control, first, words[id(first)])
+                    try:
+                        with Interrupt(at, KeyboardInterrupt):
+                            write(control, interrupted, others)
+                        is_through = True
+                    except KeyboardInterrupt:
+                        write(control, then, given)
+                        assert control.ingress_host.tolist() == expected.ingress_host.tolist(), at
+                assert at > 10

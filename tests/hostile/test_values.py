@@ -11,7 +11,7 @@ from tests.hostile.values import hostile_calls, hostile_values
 
 CONFIG = pk.StoreConfig(pk.KVGeometry(layers=2, query_heads=2, kv_heads=1, head_dim=64), profile="bf16",
                         max_context=256, max_concurrency=2, kv_capacity=pk.ExplicitCapacity(512))
-CASES_MIN = 5723
+CASES_MIN = 5782
 CLAUSE = re.compile(r"C\d+(\.\d+)?|codecs \d+")
 
 

@@ -193,6 +193,7 @@ def hostile_calls(store: pk.Store) -> Iterator[tuple[str, Callable[[Any], object
         ("control positions", lambda value: control.write(rows, value, one, tokens)),
         ("control columns", lambda value: control.write(rows, one, value, tokens)),
         ("control tokens", lambda value: control.write(rows, one, 1, value)),
+        ("control words", lambda value: control.write(rows, one, 1, tokens, value)),
         ("control count", control.read_next_tokens),
         ("plan bytes", lambda value: pk.plan(store.config, value)), ("plan config", lambda value: pk.plan(value, 1)),
         ("config profile", lambda value: pk.StoreConfig(store.config.geometry, profile=value, max_context=256,

@@ -117,10 +117,9 @@ def test_listed_entries_are_set_and_no_others(device: Device) -> None:
     expected = np.arange(40 * 30, dtype=np.int32).reshape(40, 30)
     table = to_device(device, stream, expected)
     at = np.random.default_rng(3).permutation(40 * 30)[:700]
-    entries = np.stack([at // 30, at % 30, 5000 + np.arange(700)]).astype(np.int32)
-    expected[entries[0], entries[1]] = entries[2]
+    entries = np.stack([at, 5000 + np.arange(700)])
+    expected.reshape(-1)[at] = entries[1]
 
-    set_entries(ops.kernels.page_moves()["set_entries"], table, to_device(device, stream, entries), 700, np.int32(30),
-                stream=stream)
+    set_entries(ops.kernels.page_moves()["set_entries"], table, to_device(device, stream, entries), 700, stream=stream)
 
     assert np.array_equal(to_host(device, stream, table), expected)

@@ -67,13 +67,14 @@ class FakeCache:
 class FakeUnit(Unit):
     """Arrays of one shape; `replay` runs the recorded model again on their present content."""
 
-    def __init__(self, cache: FakeCache, *, route: Route, B: int, W: int) -> None:
+    def __init__(self, cache: FakeCache, *, route: Route, B: int, W: int, K: int = 0) -> None:
         self.cache = cache
         self.route = route
         self.tokens = np.zeros((B, W), np.int32)
         self.first_positions = np.zeros(B, np.int32)
         self.valid_columns = np.zeros(B, np.int32)
         self.table_rows = np.full(B, -1, np.int32)
+        self.words = np.zeros((B, K), np.int32)
         self.next_tokens = np.full((B, W), -7, np.int32)
         self._work: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
@@ -118,13 +119,16 @@ class FakeUnit(Unit):
 def run_unit(
     model: LlamaModel, columns: list[list[int]], *, cache: FakeCache | None = None, route: Route = "decode",
     first: list[int] | None = None, rows: list[int] | None = None, W: int | None = None,
+    words: list[tuple[int, int, int]] | None = None,
 ) -> FakeUnit:  # fmt: skip
     """Run one unit whose row b holds `columns[b]`; inert columns hold ids and positions that must not be read.
 
-    Without `first` and `rows`, row b begins at position 0 of table row b; without `cache`, of a fresh one.
+    `words` are the caller's words of each row.  Without `first` and `rows`, row b begins at position 0 of table row b;
+    without `cache`, of a fresh one.
     """
     B, width = len(columns), W or max(len(row) for row in columns)
-    unit = FakeUnit(cache or FakeCache(model.config), route=route, B=B, W=width)
+    unit = FakeUnit(cache or FakeCache(model.config), route=route, B=B, W=width, K=3 if words else 0)
+    unit.words[...] = words or 0
     unit.tokens[...] = 10**6
     for b, row in enumerate(columns):
         unit.tokens[b, : len(row)] = row

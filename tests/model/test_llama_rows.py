@@ -16,8 +16,9 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv as pk
+from pagedkv.graphs import NO_TOKEN, Sampling, choose_largest
 from pagedkv.tools.llama import functions
-from pagedkv.tools.llama.functions import NO_TOKEN, bf16_bits, multiply_blocks
+from pagedkv.tools.llama.functions import bf16_bits, multiply_blocks
 from pagedkv.tools.llama.model import LlamaModel
 from pagedkv.tools.llama.self_check import check_row_independence
 from pagedkv.tools.llama.weights import LlamaWeights
@@ -92,6 +93,28 @@ def test_prefill_answers_after_the_last_live_column_only(tiny_weights: LlamaWeig
     assert [[NO_TOKEN] * 5 + [every.next_tokens[0, 5]] + [NO_TOKEN] * 2] == last.next_tokens.tolist()
 
 
+def test_every_unit_samples_the_same_token_at_a_position(tiny_weights: LlamaWeights) -> None:
+    """C14.6: decode alone, a verify unit beside greedy rows, the last row of a prefill; other seeds, other texts."""
+    model = LlamaModel(tiny_weights, FAKE_DEVICE, max_context=160)
+    ids, words = random_ids(8, 6), Sampling(1.5, 0.95, seed=4).words
+    plain = run_unit(model, [ids], route="decode")
+    verified = run_unit(model, [[7, 8], ids, []], words=[(0, 0, 0), words, (0, 0, 0)], W=8)
+    expected = verified.next_tokens[1, :6].tolist()
+
+    assert plain.next_tokens[0].tolist() != expected
+    assert verified.next_tokens[0].tolist() == [*run_unit(model, [[7, 8]]).next_tokens[0], *[NO_TOKEN] * 6]
+    assert verified.next_tokens[2].tolist() == [NO_TOKEN] * 8
+    cache = FakeCache(TINY)
+    for position, token in enumerate(ids):
+        alone = run_unit(model, [[token]], cache=cache, first=[position], rows=[2], words=[words])
+        assert alone.next_tokens.tolist() == [[expected[position]]]
+        last = run_unit(model, [ids[: position + 1]], route="prefill", W=8, words=[words])
+        assert last.next_tokens[0, position] == expected[position]
+    others = {run_unit(model, [ids], route="prefill", words=[Sampling(1.5, seed=seed).words]).next_tokens[0, -1]
+              for seed in range(20)}
+    assert len(others) > 10
+
+
 def test_a_replay_reads_the_arrays_again(model: LlamaModel) -> None:
     unit = run_unit(model, [[5]])
     answers = set()
@@ -117,7 +140,7 @@ def test_equal_logits_choose_the_lowest_id() -> None:
     logits = np.zeros((16, 9), np.float32)
     logits[1, [4, 7]] = 2.0
     choice = np.full(16, -1, np.int32)
-    functions.choose_largest(logits, choice)
+    choose_largest(logits, choice)
 
     assert [0, 4, *[0] * 14] == choice.tolist()
 
@@ -127,7 +150,7 @@ def test_logits_that_are_not_finite_choose_no_token() -> None:
     logits = np.zeros((16, 9), np.float32)
     logits[0, 0], logits[1, 3], logits[2, 2], logits[3], logits[4, 0] = np.nan, np.nan, np.inf, -np.inf, -np.inf
     choice = np.full(16, 7, np.int32)
-    functions.choose_largest(logits, choice)
+    choose_largest(logits, choice)
 
     assert [NO_TOKEN] * 4 + [1] + [0] * 11 == choice.tolist()
 

@@ -5,6 +5,30 @@ from __future__ import annotations
 from tests.mutants.mutant import GONE, Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
+    *(Mutant("C15.1", what, "graphs/control_buffers.py", old, new, "graphs/test_outputs.py") for what, old, new in (
+        ("words are lost with other rows", "or (words is not None and not is_same)", ""),
+        ("other words of the same rows are not written", "if words is not self._words or", "if"),
+        ("words of more rows than the unit has entries are taken", "(is_same and words is self._words)",
+         "words is self._words"),
+    )),
+    *(Mutant("C9.5", what, "graphs/control_buffers.py", old, new, "hostile/test_loop_interrupts.py -k selectors")
+      for what, old, new in (
+        ("inert selectors count as those of the last rows", "self._rows = None  # first", "pass  # first"),
+        ("words that were half written count as the last ones", "self._words = _ZERO", "pass"),
+    )),
+    *(Mutant("C14.6", what, "graphs/sampling.py", old, new, "graphs/test_sampling.py") for what, old, new in (
+        ("the random number depends on the seed alone", "| positions.astype(np.uint64)", ""),
+        ("the random number depends on the position alone", "(seeds.astype(np.uint64) << np.uint64(32)) |", ""),
+        ("top_p is ignored", "np.where(heavier >= share, higher, least)", "least"),
+        ("tokens behind top_p are chosen", "np.where(weights >= least, weights, 0.0)", "weights"),
+        ("a warm row without a finite logit gets a token", "for row in np.flatnonzero(is_warm & (choice != NO_TOKEN))",
+         "for row in np.flatnonzero(is_warm)"),
+    )),
+    Mutant("C14.6", "a prefill samples with another position", "tools/llama/functions.py",
+           "first_positions + valid_columns, 0", "first_positions, 0", "model/test_llama_rows.py -k samples"),
+    Mutant("C14.6", "a verify unit samples all columns with one position", "tools/llama/functions.py",
+           "first_positions[:, None] + columns[None, :] + 1, 0)", "first_positions[:, None] + 1, 0)",
+           "model/test_llama_rows.py -k samples"),
     Mutant("C9.2", "the loop never begins a round", "graphs/decode_loop.py",
            "if chosen.batch is not None and self.store.config.kv_lease_growth:", "if False:",
            "graphs/test_growth_loop.py"),
@@ -86,8 +110,10 @@ MUTANTS: tuple[Mutant, ...] = (
            " and columns is self._columns", "", "graphs/test_outputs.py -k words"),
     Mutant("C11.3", "rows that may change are taken as the same", "graphs/control_buffers.py:write",
            "and not rows.flags.writeable", "", "graphs/test_outputs.py -k words"),
+    Mutant("C11.3", "entries of a longer batch stay selected", "graphs/control_buffers.py:write",
+           " or count != self._rows.size", "", "graphs/test_outputs.py -k words"),
     Mutant("C11.3", "batch order is taken for row order", "graphs/control_buffers.py",
-           "self.ingress_host[:count] = rows", "self.ingress_host[:count] = np.arange(count)",
+           "self._rows_host[:] = rows", "self._rows_host[:] = np.arange(count)",
            "graphs/test_shapes.py"),
     Mutant("C15.1", "capture allocates anew", "graphs/unit.py:Unit.enqueue",
            "self._buffer_next = 0", "self._buffers, self._buffer_next = [], 0", "graphs/test_shapes.py"),

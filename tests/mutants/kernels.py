@@ -208,6 +208,13 @@ MUTANTS: tuple[Mutant, ...] = (
            "destination * page_bytes + blockIdx.x * head_bytes",
            "destination * page_bytes + static_cast<int32_t>(blockIdx.x * head_bytes)",
            "kernels/test_copy_columns.py::test_columns_behind_4_gib_are_copied[cpu-head-major]"),
+    # ---- verify.cu
+    *(Mutant("C13.1", what, "cuda_src/kernels/verify.cu", old, new, "kernels/test_verify.py") for what, old, new in (
+        ("a right draft in a dead column is accepted", "count < live &&", "count < width &&"),
+        ("an entry without live columns accepts one", "live > 0 ? 1 : 0", "1"),
+        ("a draft is compared with the choice after it", "first + count - 1]", "first + count]"),
+        ("only the first block of entries is counted", "blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
+    )),
     # ---- ops.py
     Mutant("C14.2", "a workspace that is too small is accepted", "ops/attention.py",
            "if given_bytes < needed_bytes:", "if False:",

@@ -36,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "else self._in", "else self._in; lane.staging = self._out.staging",
            scene("move_both_ways", r"(kernel (un)?pack_pages|copy of \d+ bytes)", r"'out staging'")),
     Mutant("C12.1", "the loop rewrites its selectors while the replay may still read them", "graphs/decode_loop.py",
-           "self.store.wait(unit)", "self.store._completed.add(unit.number)",
+           "self.store.wait(unit)", "unit.is_completed = True",
            scene("decode_in_a_loop", r"graph of \d+ nodes, operation \d+ of stream 0", r"'ingress host B=\d W=\d+'"),
            (("graphs/control_buffers.py", "self._device.readable(self.egress_host)", "(self.egress_host & 255)"),)),
     Mutant("C11.2", "table slices are published behind the launch", "store/store.py:begin_unit",

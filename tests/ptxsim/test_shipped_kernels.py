@@ -25,11 +25,12 @@ from pagedkv.ops.modules import (
     events_module,
     shipped_modules,
 )
+from pagedkv.ops.ops import Ops
 from pagedkv.ops.page_moves import set_entries
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.planes import PackedPlanes
 from pagedkv.values.profiles import CODEC_EVENTS, HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
-from tests.kernels.arrays import bf16_noise, scattered_table
+from tests.kernels.arrays import bf16_noise, scattered_table, to_device, to_host
 from tests.kernels.cpu_helpers import cpu_device
 from tests.kernels.every_kernel import Results, assert_same_bits, run_every_kernel
 from tests.kernels.paged_cache import PagedCache
@@ -117,9 +118,8 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
             cache.ops.unpack_pages([(plane, geometry)], cache.ints([1, 0]), pages, stream=cache.stream)
             packed[f"packed {geometry.role}"] = cache.get(pages)
         table = cache.put(np.zeros((5, 7), np.int32))
-        entries = np.array([[4, 0, 2], [6, 0, 3], [11, 12, 13]], np.int32)
-        set_entries(cache.ops.kernels.page_moves()["set_entries"], table, cache.put(entries), 3, np.int32(7),
-                    stream=cache.stream)
+        entries = np.array([[34, 0, 17], [11, 12, 13]], np.int64)
+        set_entries(cache.ops.kernels.page_moves()["set_entries"], table, cache.put(entries), 3, stream=cache.stream)
         converted = {"table": cache.get(table), "rounded": cache.get(rounded), "promoted": cache.get(promoted)}
         results.append({**cache.host_planes(), **packed, **converted})
 
@@ -127,6 +127,24 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
     kernels = {"fill_pages", "pack_pages", "unpack_pages", "copy_columns", "set_entries", "bf16_from_f32",
                "f32_from_bf16"}
     assert kernels == {launch.kernel for launch in simulated.launches}
+
+
+def test_accepted_columns_are_the_same(cpu: CpuDevice, simulated: SimulatedDevice) -> None:
+    """C13.1: more entries than a block of threads, some without a live column."""
+    rng = np.random.default_rng(8)
+    tokens, next_tokens = (rng.integers(0, 2, (70, 4), dtype=np.int32) for _ in range(2))
+    live = rng.integers(0, 5, 70, dtype=np.int32)
+    results: list[list[int]] = []
+    for device in (cpu, simulated):
+        either: Any = device
+        stream = either.stream()
+        placed = [to_device(either, stream, values) for values in (tokens, next_tokens, live, np.full_like(live, -1))]
+        Ops(either).accept_greedy(*placed, stream=stream)
+        results.append(to_host(either, stream, placed[3]).tolist())
+
+    assert results[0] == results[1]
+    assert {*results[0]} == {0, 1, 2, 3, 4}
+    assert [launch.kernel for launch in simulated.launches] == ["accept_greedy"]
 
 
 def test_products_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevice) -> None:
@@ -149,7 +167,7 @@ def test_every_shipped_module_is_executed() -> None:
     counting = [values for values in counting if values[1] in SHIPPED_HEAD_DIMS_EVENTS]
     executed |= {events_module(*values).name for values in counting}  # type: ignore[arg-type]
 
-    assert executed | {"page_moves", "linear"} == {spec.name for spec in shipped_modules()}
+    assert executed | {"page_moves", "verify", "linear"} == {spec.name for spec in shipped_modules()}
 
 
 # ---- counters ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import pagedkv as pk
+from pagedkv.graphs import NO_TOKEN, SAMPLING_WORDS
 from pagedkv.tools.llama.weights import LlamaConfig
 
 Bits = npt.NDArray[np.uint16]
@@ -21,7 +22,6 @@ Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
 BLOCK_ROWS = 16  # rows of every matrix product
-NO_TOKEN = -1  # next_tokens where no live column asks for one, or where logits are not finite
 
 
 def padded_rows(rows: int) -> int:
@@ -173,12 +173,31 @@ def gather_last_rows(rows: Float32Array, valid_columns: Int32Array, width: np.in
     out[batch:] = 0.0
 
 
-def choose_largest(logits: Float32Array, choice: Int32Array) -> None:
-    """Write the id of each row's largest logit; the lowest id where several are equal.
+def place_sampling(
+    words: Int32Array, first_positions: Int32Array, valid_columns: Int32Array, width: np.int32, row_words: Int32Array,
+    row_positions: Int32Array,
+) -> None:  # fmt: skip
+    """Write the sampling words of each column and the position of the token after it; 0 for inert columns and padding.
 
-    NO_TOKEN where the largest is not finite (a NaN counts as largest): the loop refuses it, on every device.
+    Args:
+        words: (B, K) int32, K >= 3; first_positions, valid_columns: (B,) int32.
+        row_words: (R, 3) int32, written; row_positions: (R,) int32, written.
     """
-    choice[...] = np.where(np.isfinite(np.max(logits, axis=1)), np.argmax(logits, axis=1), NO_TOKEN)
+    columns = np.arange(int(width), dtype=np.int32, like=valid_columns)
+    live, rows = live_columns(valid_columns, columns.size), valid_columns.size * columns.size
+    row_words[:rows] = np.where(live[:, :, None], words[:, None, :SAMPLING_WORDS], 0).reshape(rows, SAMPLING_WORDS)
+    row_positions[:rows] = np.where(live, first_positions[:, None] + columns[None, :] + 1, 0).reshape(rows)
+    row_words[rows:], row_positions[rows:] = 0, 0
+
+
+def place_last_sampling(
+    words: Int32Array, first_positions: Int32Array, valid_columns: Int32Array, row_words: Int32Array,
+    row_positions: Int32Array,
+) -> None:  # fmt: skip
+    """Write the same for the last live column of each entry: row b is entry b."""
+    batch = valid_columns.size
+    row_words[:batch], row_words[batch:] = words[:, :SAMPLING_WORDS], 0
+    row_positions[:batch], row_positions[batch:] = first_positions + valid_columns, 0
 
 
 def store_choices(choice: Int32Array, valid_columns: Int32Array, next_tokens: Int32Array) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import pagedkv as pk
-from pagedkv.graphs import Unit
+from pagedkv.graphs import SAMPLING_WORDS, Unit, choose_largest, choose_tokens
 from pagedkv.tools.llama import functions
 from pagedkv.tools.llama.functions import BLOCK_ROWS, Float32Array
 from pagedkv.tools.llama.self_check import check_row_independence
@@ -91,7 +91,9 @@ def linear_for(device: pk.Device) -> Linear:
 
 
 class LlamaModel:
-    """Greedy Llama on one device: implements the `Model` protocol of `pagedkv.graphs`.
+    """Llama on one device: implements the `Model` protocol of `pagedkv.graphs`.
+
+    Greedy; in a store of three `caller_words` or more the first three of a row are those of a `Sampling`.
 
     Immutable after construction, except the logits.  One model may serve several stores of its device.
 
@@ -147,7 +149,7 @@ class LlamaModel:
         return logits[: B * W].reshape(B, W, -1)
 
     def enqueue(self, unit: Unit) -> None:
-        """Enqueue one forward pass of the unit's live columns and the greedy choice after them."""
+        """Enqueue one forward pass of the unit's live columns and the choice of a token after them."""
         config, weights, linear = self.config, self._weights, self._linear
         B, W = unit.tokens.shape
         E, F, D = config.hidden, config.intermediate, config.head_dim
@@ -183,7 +185,7 @@ class LlamaModel:
         self._enqueue_head(unit, residual)
 
     def _enqueue_head(self, unit: Unit, residual: Array) -> None:
-        """Enqueue final norm, logits and argmax, for every column or (prefill) the last live one of each row."""
+        """Enqueue final norm, logits and choice, for every column or (prefill) the last live one of each row."""
         B, W = unit.tokens.shape
         V, E = self.config.vocabulary, self.config.hidden
         last_only = unit.route == "prefill" and self._logits is None
@@ -196,6 +198,14 @@ class LlamaModel:
         normed, epsilon = unit.empty((R, E), np.float32), np.float32(self.config.rms_epsilon)
         unit.call(functions.rms_norm, chosen_rows, self._weights.final_norm, epsilon, normed)
         choice = unit.empty((R,), np.int32)
+        samples = unit.words.shape[1] >= SAMPLING_WORDS
+        if samples:
+            row_words, row_positions = unit.empty((R, SAMPLING_WORDS), np.int32), unit.empty((R,), np.int32)
+            selectors = (unit.words, unit.first_positions, unit.valid_columns)
+            if last_only:
+                unit.call(functions.place_last_sampling, *selectors, row_words, row_positions)
+            else:
+                unit.call(functions.place_sampling, *selectors, np.int32(W), row_words, row_positions)
         logits = unit.empty((R if self._logits is not None else BLOCK_ROWS, V), np.float32)
         if self._logits is not None:
             self._logits[unit.route, B, W] = logits
@@ -203,6 +213,9 @@ class LlamaModel:
             block = slice(begin, begin + BLOCK_ROWS)
             block_logits = logits[block] if self._logits is not None else logits
             self._linear(unit, normed[block], self._weights.embedding, block_logits)
-            unit.call(functions.choose_largest, block_logits, choice[block])
+            if samples:
+                unit.call(choose_tokens, block_logits, row_words[block], row_positions[block], choice[block])
+            else:
+                unit.call(choose_largest, block_logits, choice[block])
         store = functions.store_last_choices if last_only else functions.store_choices
         unit.call(store, choice, unit.valid_columns, unit.next_tokens)
