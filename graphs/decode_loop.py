@@ -102,6 +102,7 @@ class _Chosen(NamedTuple):
         handles, reasons: columns of the outputs for which this holds.
         batch: those that have not ended, or None if all have.
         graph: of their shape.
+        words: (b, K) of the batch, or None if K is 0.
     """
 
     named: tuple[pk.Sequence, ...]
@@ -109,6 +110,7 @@ class _Chosen(NamedTuple):
     reasons: npt.NDArray[np.int8]
     batch: pk.Batch | None
     graph: UnitGraph | None
+    words: Int32 | None
 
 
 class DecodeLoop:
@@ -152,13 +154,14 @@ class DecodeLoop:
         self.prefill_chunk = prefill_chunk
         self.graphs = GraphCache(store, model, use_graphs=use_graphs)
         self.statistics = LoopStatistics()
-        self._outputs = no_outputs(store.config.max_concurrency)
+        self._outputs = no_outputs(store.config.max_concurrency, store.config.caller_words)
         self._graphs_by_shape: dict[tuple[pk.Route, int, int], UnitGraph] = {}
         self._chosen: _Chosen | None = None
         self._pending: _Pending | None = None
 
     def prefill(
-        self, sequence: pk.Sequence, prompt_ids: Iterable[int], *, last_token: int | Unsaid | None = UNSAID
+        self, sequence: pk.Sequence, prompt_ids: Iterable[int], *, last_token: int | Unsaid | None = UNSAID,
+        words: Iterable[int] | None = None, stop_tokens: Iterable[int] = (),
     ) -> None:
         """Write a prompt into the cache and sample the first token; the first step delivers it.
 
@@ -173,16 +176,19 @@ class DecodeLoop:
                 span: up to `forced_span_tokens` tokens, the last token included, always fit into its room (C9.2).
             last_token: must be said if the sequence has something committed, because the token that was sampled last
                 is not in the cache.  That token is written ahead of the prompt.  None: the prompt takes its place.
+            words: the caller's words of the row in every unit, `caller_words` of them; None is zeros (C15.1).
+            stop_tokens: of this sequence, beside those of `step`; each is delivered and ends it.
 
         Raises:
             MisuseError: no token, more than the budget or the lease holds, ids that are no int32 of 0 or more, or
                 committed tokens and nothing said about the last one.
         """
-        prompt = self.begin_prefill(sequence, prompt_ids, last_token=last_token)
+        prompt = self.begin_prefill(sequence, prompt_ids, last_token=last_token, words=words, stop_tokens=stop_tokens)
         self._write(prompt, prompt.ids.size)
 
     def begin_prefill(
-        self, sequence: pk.Sequence, prompt_ids: Iterable[int], *, last_token: int | Unsaid | None = UNSAID
+        self, sequence: pk.Sequence, prompt_ids: Iterable[int], *, last_token: int | Unsaid | None = UNSAID,
+        words: Iterable[int] | None = None, stop_tokens: Iterable[int] = (),
     ) -> Prefill:
         """Check a prompt that is to be written piece by piece, between steps of other sequences.
 
@@ -190,7 +196,8 @@ class DecodeLoop:
         does not know the sequence.
         """
         self._recover()
-        ids = token_ids("a prompt", prompt_ids)
+        row_words, stops = self._words(words), _stops(stop_tokens)
+        ids = _token_ids("a prompt", prompt_ids)
         start = self.store.committed_tokens(sequence)
         if start and last_token is UNSAID:
             raise pk.MisuseError(
@@ -200,9 +207,9 @@ class DecodeLoop:
                 clause="C2.2",
             )
         if isinstance(last_token, int | np.integer):
-            ids = np.concatenate((token_ids("last_token", [last_token]), ids))
+            ids = np.concatenate((_token_ids("last_token", [last_token]), ids))
         elif last_token is not None and last_token is not UNSAID:
-            token_ids("last_token", [last_token])
+            _token_ids("last_token", [last_token])
         budget = self.store.budget_tokens(sequence)
         if not 1 <= ids.size <= budget - start:
             raise pk.MisuseError(
@@ -224,7 +231,7 @@ class DecodeLoop:
                 remedy="activate with the prompt's length, or raise forced_span_tokens for tokens behind output: "
                        "leases grow with decoding only", clause="C9.2",
             )
-        return Prefill(self, batch, ids, start, budget - start - ids.size)
+        return Prefill(self, batch, ids, start, budget - start - ids.size, row_words, stops)
 
     def last_token(self, sequence: pk.Sequence) -> int:
         """Return the token that was sampled last and is not in the cache: `resume` continues from it.
@@ -237,7 +244,10 @@ class DecodeLoop:
         """
         return self._require_known(sequence).last_tokens.item(sequence.row)
 
-    def resume(self, sequence: pk.Sequence, last_token: int) -> None:
+    def resume(
+        self, sequence: pk.Sequence, last_token: int, *, words: Iterable[int] | None = None,
+        stop_tokens: Iterable[int] = (),
+    ) -> None:
         """Continue to decode a sequence that was activated from a continuation, as if it had never stopped.  (C10.4)
 
         The first step writes the token in the decode route, as it would have done without the stop.  `prefill` of one
@@ -246,18 +256,21 @@ class DecodeLoop:
         Args:
             sequence: active, with something committed.
             last_token: sampled after the last committed token, and delivered before.
+            words, stop_tokens: as of `prefill`.
 
         Raises:
             MisuseError: no token id, nothing committed, or no token left in the activated budget.
         """
         self._recover()
-        (token,) = token_ids("the token to go on from", [last_token]).tolist()
+        row_words, stops = self._words(words), _stops(stop_tokens)
+        (token,) = _token_ids("the token to go on from", [last_token]).tolist()
         committed, budget = self.store.committed_tokens(sequence), self.store.budget_tokens(sequence)
         if not 1 <= committed < budget:
             raise pk.MisuseError(f"going on with {sequence}", expected=f"1 to {budget - 1} committed tokens",
                                  got=f"{committed} of a budget of {budget}",
                                  remedy="activate from a continuation, with room for the token", clause="C9.2")
-        self._outputs = self._outputs.with_sequence(sequence, token, budget - committed - 1, is_new=False)
+        self._outputs = self._outputs.with_sequence(sequence, token, budget - committed - 1, is_new=False,
+                                                    words=row_words[0], stops=stops)
 
     def step(self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()) -> StepTokens:
         """Advance every unfinished sequence by one token, in one replay.
@@ -327,7 +340,6 @@ class DecodeLoop:
         """
         before = self._outputs
         delivered, after = before.delivered_to(chosen.named, chosen.batch)
-        delivered.ended = tuple(s for s in chosen.named if before.reasons.item(s.row) != RUNNING)
         self.statistics.decoded_tokens += delivered.token_count
         try:
             self._outputs = after
@@ -366,7 +378,8 @@ class DecodeLoop:
             batch = self._known_batch(named)
         if batch is not None:
             graph = self._graph("decode", batch_shape(len(batch), concurrency=len(codes)), 1)
-        self._chosen = chosen = _Chosen(named, outputs.handles, outputs.reasons, batch, graph)
+        words = outputs.words[batch.index] if batch is not None and outputs.words.size else None
+        self._chosen = chosen = _Chosen(named, outputs.handles, outputs.reasons, batch, graph, words)
         return chosen
 
     def _known_batch(self, named: tuple[pk.Sequence, ...]) -> pk.Batch:
@@ -399,7 +412,7 @@ class DecodeLoop:
         self._pending = _Pending(batch, "decode", _NO_FRONTIERS, sys._getframe())
         _DOMAIN.push_range(_DECODE)
         try:
-            sampled = self._run(graph, batch, 1, outputs.last_tokens[batch.index].reshape(-1, 1))
+            sampled = self._run(graph, batch, 1, outputs.last_tokens[batch.index].reshape(-1, 1), chosen.words)
             self._outputs, self._pending = outputs.with_tokens(batch, sampled, stops), None
         except BaseException as error:
             self._recover_after(error)
@@ -422,7 +435,7 @@ class DecodeLoop:
         self._outputs = self._outputs.with_reason(ended, LENGTH)
         return self._choose(chosen.named)
 
-    def _run(self, graph: UnitGraph, batch: pk.Batch, columns: int, tokens: Int32) -> Int32:
+    def _run(self, graph: UnitGraph, batch: pk.Batch, columns: int, tokens: Int32, words: Int32 | None) -> Int32:
         """Run one unit and commit it; return the token sampled after the last column of each entry, (b,)."""
         control, pending = graph.unit.control, self._pending
         assert pending is not None, "what runs can be taken back"
@@ -430,7 +443,7 @@ class DecodeLoop:
         first_positions = unit.first_positions["main"]
         if pending.frontiers is _NO_FRONTIERS:
             self._pending = _Pending(batch, pending.name, first_positions, pending.call)
-        control.write(batch.rows, first_positions, columns, tokens)
+        control.write(batch.rows, first_positions, columns, tokens, words)
         graph.run()
         self.store.wait(unit)
         sampled = control.read_next_tokens(batch.rows.size)[:, columns - 1]
@@ -453,12 +466,13 @@ class DecodeLoop:
                 graph = self._graph("prefill", 1, width)
                 tokens = np.zeros((1, width), np.int32)
                 tokens[0, : chunk.size] = chunk
-                token = self._run(graph, batch, chunk.size, tokens).item(0)
+                token = self._run(graph, batch, chunk.size, tokens, prompt.words).item(0)
             if count < left:
                 outputs = self._outputs.without(sequence)
             else:
                 outputs = self._outputs.with_sequence(sequence, token, max(prompt.output_tokens - 1, 0),
-                                                      is_new=prompt.output_tokens > 0)
+                                                      is_new=prompt.output_tokens > 0,
+                                                      words=prompt.words[0], stops=prompt.stops)
             self.statistics.prefilled_tokens += count
             self._outputs, self._pending, prompt.written = outputs, None, done + count
         except BaseException as error:
@@ -509,6 +523,19 @@ class DecodeLoop:
         rows = np.array([s.row for s in sequences if s in waiting and not outputs.reasons.item(s.row)], np.int64)
         return outputs.with_stops(rows, outputs.last_tokens[rows], stops)
 
+    def _words(self, words: Iterable[int] | None) -> Int32:
+        """Return the caller's words of a row, (1, K); refuse others.  (C15.1)"""
+        count, limit = self.store.config.caller_words, 1 << 31
+        expected, remedy = f"{count} integers of 32 bits", "pass as many words as caller_words of the StoreConfig"
+        if words is None:
+            return np.zeros((1, count), np.int32)
+        items = pk.checks.checked_items("words", words, expected=expected, remedy=remedy, clause="C15.1")
+        if len(items) != count or not all(
+            (type(word) is int or isinstance(word, np.integer)) and -limit <= word < limit for word in items
+        ):
+            raise pk.MisuseError("words", expected=expected, got=pk.checks.shown(items), remedy=remedy, clause="C15.1")
+        return np.array([items], np.int32).reshape(1, count)
+
     def _named(self, sequences: Iterable[pk.Sequence]) -> tuple[pk.Sequence, ...]:
         """Return sequences as a tuple, each known here and named once."""
         named: tuple[Any, ...] = tuple(sequences) if type(sequences) in _LISTS else pk.checks.checked_items(
@@ -542,10 +569,16 @@ class Prefill:
         ids: (n,) int32, all tokens of the prompt.
         start: committed tokens before it.
         output_tokens: tokens that may be sampled.
+        words, stops: (1, K) int32, the words of its row, and its own stop tokens.
         written: tokens of the prompt that are committed.
     """
 
-    def __init__(self, loop: DecodeLoop, batch: pk.Batch, ids: Int32, start: int, output_tokens: int) -> None:
+    def __init__(
+        self, loop: DecodeLoop, batch: pk.Batch, ids: Int32, start: int, output_tokens: int, words: Int32,
+        stops: frozenset[int],
+    ) -> None:
+        self.words = words
+        self.stops = stops
         self.batch = batch
         self.ids = ids
         self.start = start
@@ -571,23 +604,27 @@ class Prefill:
         return self.ids.size - self.written
 
     def advance(self, tokens_max: int | None = None) -> int:
-        """Write the next piece, `prefill_chunk` tokens or the rest, and return how many tokens are left.
+        """Write the next piece, `prefill_chunk` or `tokens_max` tokens or the rest, and return how many are left.
 
         The last piece samples the first token.  An error takes the piece back, and the next call writes it again.
         """
+        chunk = self._loop.prefill_chunk
+        if tokens_max is not None:
+            chunk = pk.checks.checked_integer("tokens_max", tokens_max, 1, chunk, clause="C14.4",
+                                              remedy="pass the most tokens of this piece")
         left = self.tokens_left
         if left:
-            self._loop._write(self, min(left, self._loop.prefill_chunk, tokens_max or left))
+            self._loop._write(self, min(left, chunk))
         return self.tokens_left
 
 
 def _stops(stop_tokens: Iterable[int]) -> frozenset[int]:
     if type(stop_tokens) is tuple and not stop_tokens:
         return _NO_STOPS
-    return frozenset(token_ids("stop_tokens", stop_tokens).tolist())
+    return frozenset(_token_ids("stop_tokens", stop_tokens).tolist())
 
 
-def token_ids(what: str, ids: Iterable[int]) -> Int32:
+def _token_ids(what: str, ids: Iterable[int]) -> Int32:
     """Return token ids as int32; refuse anything that is not an id already.  An array is not walked in Python."""
     id_max = np.iinfo(np.int32).max
     if type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu":

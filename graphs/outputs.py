@@ -5,6 +5,8 @@
     last_tokens   (C,) int32: sampled, and not yet in the cache
     tokens_left   (C,) int32: tokens that the row may still sample
     reasons       (C,) int8: RUNNING, or why the row ended
+    words         (C, K) int32: the caller's words of each row
+    stops         the stop tokens of each row; stops_union are those of all rows together
     undelivered   tokens that the caller has not got yet, oldest first: (sequences, one token of each)
 
 The columns are a value: a step makes new ones and replaces all of them with one assignment, so an interrupt finds the
@@ -34,15 +36,21 @@ REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
 
 class StepTokens(Mapping[pk.Sequence, list[int]]):
-    """New tokens of each sequence that got any, in the order of the step; builds its lists when somebody asks."""
+    """New tokens of each sequence that got any, in the order of the step; builds its lists when somebody asks.
+
+    Attributes:
+        ended: sequences of the step that have ended, each with its last tokens here or in an earlier answer.
+    """
 
     __slots__ = ("_lists", "_order", "_parts", "ended")
 
-    def __init__(self, parts: SequenceOf[Sampled], order: SequenceOf[pk.Sequence] = ()) -> None:
+    def __init__(
+        self, parts: SequenceOf[Sampled], order: SequenceOf[pk.Sequence] = (), ended: tuple[pk.Sequence, ...] = ()
+    ) -> None:
         self._parts = parts
+        self.ended = ended
         self._order = order  # of all sequences, where that of the parts is another one
         self._lists: dict[pk.Sequence, list[int]] | None = None
-        self.ended: tuple[pk.Sequence, ...] = ()
 
     def __getitem__(self, sequence: pk.Sequence) -> list[int]:
         return self._by_sequence()[sequence]
@@ -82,6 +90,9 @@ class Outputs(NamedTuple):
     last_tokens: Int32
     tokens_left: Int32
     reasons: npt.NDArray[np.int8]
+    words: Int32
+    stops: tuple[frozenset[int], ...]
+    stops_union: frozenset[int] = frozenset()
     undelivered: tuple[Sampled, ...] = ()
 
     def knows(self, sequence: object) -> bool:
@@ -91,17 +102,24 @@ class Outputs(NamedTuple):
             and self.handles[sequence.row] == sequence
         )
 
-    def with_sequence(self, sequence: pk.Sequence, last_token: int, tokens_left: int, *, is_new: bool) -> Outputs:
+    def with_sequence(
+        self, sequence: pk.Sequence, last_token: int, tokens_left: int, *, is_new: bool, words: Int32,
+        stops: frozenset[int],
+    ) -> Outputs:
         """Return outputs with a sequence that may sample so many more tokens, in place of the one of its row.
 
-        `is_new`: the last token has not been delivered yet.
+        `is_new`: the last token has not been delivered yet, and may be one of its stops.
         """
         others, row = self.without(sequence), sequence.row
-        handles = (*others.handles[:row], sequence, *others.handles[row + 1 :])
+        all_words = others.words.copy()
+        all_words[row] = words
+        all_stops = (*others.stops[:row], stops, *others.stops[row + 1 :])
+        reason = STOP if is_new and last_token in stops else RUNNING if tokens_left else LENGTH
         sampled = (((sequence,), np.array([last_token], np.int32)),) if is_new else ()
         return Outputs(
-            handles, _with(others.serials, row, sequence.serial), _with(others.last_tokens, row, last_token),
-            _with(others.tokens_left, row, tokens_left), _with(others.reasons, row, RUNNING if tokens_left else LENGTH),
+            (*others.handles[:row], sequence, *others.handles[row + 1 :]), _with(others.serials, row, sequence.serial),
+            _with(others.last_tokens, row, last_token), _with(others.tokens_left, row, tokens_left),
+            _with(others.reasons, row, reason), all_words, all_stops, frozenset().union(*all_stops),
             others.undelivered + sampled,
         )
 
@@ -126,12 +144,23 @@ class Outputs(NamedTuple):
         last_tokens[batch.index] = sampled
         left = tokens_left[batch.index] - _ONE
         tokens_left[batch.index] = left
-        outputs = Outputs(self.handles, self.serials, last_tokens, tokens_left, self.reasons,
-                          (*self.undelivered, (batch.sequences, sampled)))
+        outputs = Outputs(self.handles, self.serials, last_tokens, tokens_left, self.reasons, self.words, self.stops,
+                          self.stops_union, (*self.undelivered, (batch.sequences, sampled)))
         is_last = left == _ZERO
         if b"\1" in is_last.tobytes():  # `any` takes 1 us
             outputs = outputs.with_reason(batch.rows[is_last], LENGTH)
+        if self.stops_union:
+            outputs = outputs.with_own_stops(batch.rows, sampled)
         return outputs.with_stops(batch.rows, sampled, stops) if stops else outputs
+
+    def with_own_stops(self, rows: npt.NDArray[np.int64], sampled: Int32) -> Outputs:
+        """Return outputs in which the rows that sampled a stop token of their own have ended with it."""
+        is_known = np.isin(sampled, list(self.stops_union))
+        if b"\1" not in is_known.tobytes():
+            return self
+        ended = [row for row, token in zip(rows[is_known].tolist(), sampled[is_known].tolist(), strict=True)
+                 if token in self.stops[row]]
+        return self.with_reason(np.array(ended, np.int64), STOP) if ended else self
 
     def with_stops(self, rows: npt.NDArray[np.int64], sampled: Int32, stops: frozenset[int]) -> Outputs:
         """Return outputs in which the rows that sampled a stop token have ended with it."""
@@ -151,13 +180,18 @@ class Outputs(NamedTuple):
 
         `batch`: those of them that the last step advanced.
         """
+        codes = self.reasons.tobytes()
         if not self.undelivered:
-            return StepTokens(()), self
+            return StepTokens((), ended=tuple(one for one in sequences if codes[one.row] != RUNNING)), self
+        ended: tuple[pk.Sequence, ...] = ()
+        if b"\1" in codes or b"\2" in codes:
+            ended = tuple(one for one in sequences if codes[one.row] != RUNNING)
         if len(self.undelivered) == 1 and batch is not None and self.undelivered[0][0] is batch.sequences:
-            delivered = Outputs(self.handles, self.serials, self.last_tokens, self.tokens_left, self.reasons)
-            return StepTokens(self.undelivered), delivered
+            delivered = Outputs(self.handles, self.serials, self.last_tokens, self.tokens_left, self.reasons,
+                                self.words, self.stops, self.stops_union)
+            return StepTokens(self.undelivered, ended=ended), delivered
         kept, taken = self._split(set(sequences))
-        return StepTokens(taken, sequences), self._replace(undelivered=kept)
+        return StepTokens(taken, sequences, ended), self._replace(undelivered=kept)
 
     def _split(self, sequences: set[pk.Sequence]) -> tuple[tuple[Sampled, ...], tuple[Sampled, ...]]:
         """Return the undelivered tokens of all other sequences, and of these."""
@@ -171,10 +205,11 @@ class Outputs(NamedTuple):
         return tuple(parts[0]), tuple(parts[1])
 
 
-def no_outputs(rows: int) -> Outputs:
+def no_outputs(rows: int, words: int) -> Outputs:
     """Return the outputs of a loop that knows no sequence."""
     zeros = np.zeros(rows, np.int32)
-    return Outputs((None,) * rows, np.zeros(rows, np.int64), zeros, zeros, np.zeros(rows, np.int8))
+    return Outputs((None,) * rows, np.zeros(rows, np.int64), zeros, zeros, np.zeros(rows, np.int8),
+                   np.zeros((rows, words), np.int32), (frozenset(),) * rows)
 
 
 _ZERO, _ONE = np.zeros((), np.int32), np.ones((), np.int32)

@@ -33,13 +33,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, MappingProxyType
 from typing import Literal, NamedTuple, NoReturn
 
 import pagedkv as pk
-from pagedkv.graphs.decode_loop import DecodeLoop, Prefill, token_ids
+from pagedkv.graphs.decode_loop import DecodeLoop, Prefill
+from pagedkv.graphs.decode_loop import _token_ids as token_ids
 from pagedkv.graphs.outputs import Int32, StepTokens
+from pagedkv.graphs.sampling import SAMPLING_WORDS, Sampling
 from pagedkv.graphs.shapes import PREFILL_WIDTH_MIN
 from pagedkv.graphs.unit import Model
 
@@ -93,20 +95,24 @@ class Request:
         max_new_tokens: most tokens of each output.
         stop_tokens: each ends an output that samples it.
         outputs: at least one.
+        sampling, words: of the request; each output has words of its own (`words_of`).
         submitted_step: steps that had ended when it was submitted.
     """
 
-    __slots__ = ("_scheduler", "max_new_tokens", "number", "outputs", "prompt_ids", "stop_tokens", "submitted_step")
+    __slots__ = ("_scheduler", "max_new_tokens", "number", "outputs", "prompt_ids", "sampling", "stop_tokens",
+                 "submitted_step", "words")
 
     def __init__(
         self, scheduler: Scheduler, number: int, prompt_ids: Int32, max_new_tokens: int, stop_tokens: frozenset[int],
-        outputs: int,
+        outputs: int, sampling: Sampling | None, words: tuple[int, ...],
     ) -> None:
         self._scheduler = scheduler
         self.number = number
         self.prompt_ids = prompt_ids
         self.max_new_tokens = max_new_tokens
         self.stop_tokens = stop_tokens
+        self.sampling = sampling
+        self.words = words
         self.outputs = tuple(Output(self, index) for index in range(outputs))
         self.submitted_step = scheduler.steps
 
@@ -117,6 +123,12 @@ class Request:
     def is_finished(self) -> bool:
         """Whether every output has ended."""
         return all(output.reason is not None for output in self.outputs)
+
+    def words_of(self, index: int) -> tuple[int, ...]:
+        """Return the caller's words of the row of an output: its sampling with seed + index, then `words`.  (C15.1)"""
+        if self.sampling is None:
+            return self.words
+        return (*replace(self.sampling, seed=self.sampling.seed + index).words, *self.words)
 
     @property
     def pages(self) -> int:
@@ -297,7 +309,7 @@ class _Pending(NamedTuple):
 class _FirstTokens(NamedTuple):
     """Steps from `submit` to first tokens: of how many outputs, together, and most."""
 
-    count: int = 0
+    outputs: int = 0
     steps: int = 0
     steps_max: int = 0
 
@@ -305,7 +317,7 @@ class _FirstTokens(NamedTuple):
         """Return the figures with one more output."""
         assert output.first_token_step is not None, "it has a token"
         steps = output.first_token_step - output.request.submitted_step
-        return _FirstTokens(self.count + 1, self.steps + steps, max(self.steps_max, steps))
+        return _FirstTokens(self.outputs + 1, self.steps + steps, max(self.steps_max, steps))
 
 
 _Entry = tuple[StepTokens, Mapping[pk.Sequence, Output]]
@@ -363,7 +375,8 @@ class Scheduler:
     # ---- calls ------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt_ids: Iterable[int], max_new_tokens: int, *, stop_tokens: Iterable[int] = (), n: int = 1
+        self, prompt_ids: Iterable[int], max_new_tokens: int, *, stop_tokens: Iterable[int] = (), n: int = 1,
+        words: Iterable[int] | None = None, sampling: Sampling | None = None, seed: int | None = None,
     ) -> Request:
         """Put a request into the queue.
 
@@ -372,6 +385,10 @@ class Scheduler:
             max_new_tokens: most tokens of each output, at least 1.
             stop_tokens: each is delivered and ends its output.
             n: outputs; they share the pages of the prompt (C10.5).
+            words: the caller's words of its rows, as many as `caller_words` of the configuration, or with a sampling
+                as many as are left behind its words; None is zeros (C15.1).
+            sampling: how tokens are chosen, for a model that reads the words; output i has its seed + i.
+            seed: in place of that of the sampling, or of a sampling with temperature 1.
 
         Raises:
             ActivationRefused: one output needs more pages than a sequence may have; it would never fit (C10.9).
@@ -393,7 +410,11 @@ class Scheduler:
                 expected=f"at most {answer.available} pages, of max_context = {self.store.config.max_context} tokens",
                 got=f"{answer.needed} pages", remedy="lower max_new_tokens or shorten the prompt: it never fits",
             )
-        request = Request(self, self._requests + 1, ids, max_new_tokens, stops, n)
+        if seed is not None:
+            sampling = replace(sampling or Sampling(), seed=seed)
+        all_words = self._checked_words(words, sampling)
+        request = Request(self, self._requests + 1, ids, max_new_tokens, stops, n, sampling, all_words)
+        request.words_of(n - 1)  # refuses a seed that is too large
         before = self._state
         try:
             self._state, self._requests = before._replace(waiting=before.waiting + request.outputs), request.number
@@ -477,8 +498,28 @@ class Scheduler:
         return SchedulerStatistics(
             self.steps, len(state.waiting), len(state.writing), len(state.running), self._ended, self._rows_most,
             self._used_pages(), self._pages_most,
-            self._first_tokens.steps / max(self._first_tokens.count, 1), self._first_tokens.steps_max,
+            self._first_tokens.steps / max(self._first_tokens.outputs, 1), self._first_tokens.steps_max,
         )
+
+    def _checked_words(self, words: Iterable[int] | None, sampling: Sampling | None) -> tuple[int, ...]:
+        """Return the words behind those of the sampling; refuse others.  (C15.1)"""
+        shown, limit = pk.checks.shown, 1 << 31
+        if sampling is not None and type(sampling) is not Sampling:
+            raise pk.MisuseError("sampling", expected="a Sampling", got=shown(sampling), clause="C15.1",
+                                 remedy="pass Sampling(temperature=0.8, top_p=0.9, seed=1)")
+        count = self.store.config.caller_words - (SAMPLING_WORDS if sampling is not None else 0)
+        if count < 0:
+            raise pk.MisuseError("a request with a sampling", expected=f"a store of at least {SAMPLING_WORDS} words",
+                                 got=f"caller_words={self.store.config.caller_words}",
+                                 remedy=f"open it with StoreConfig(caller_words={SAMPLING_WORDS})", clause="C15.1")
+        expected, remedy = f"{count} integers of 32 bits", "pass as many as caller_words, without those of a sampling"
+        items = (0,) * count if words is None else pk.checks.checked_items(
+            "words", words, expected=expected, remedy=remedy, clause="C15.1"
+        )
+        if len(items) != count:
+            raise pk.MisuseError("words", expected=expected, got=f"{len(items)}", remedy=remedy, clause="C15.1")
+        return tuple(pk.checks.checked_integer("a word", word, -limit, limit - 1, remedy=remedy, clause="C15.1",
+                                               takes_numpy=True) for word in items)
 
     # ---- from the queue to a row ------------------------------------------------------------------
 
@@ -577,7 +618,10 @@ class Scheduler:
         """Begin the prompt of a row: all of it, or the last token behind a prefix."""
         request = row.output.request
         written = self.store.committed_tokens(row.sequence)
-        row.prompt = self.loop.begin_prefill(row.sequence, request.prompt_ids[written:], last_token=None)
+        row.prompt = self.loop.begin_prefill(
+            row.sequence, request.prompt_ids[written:], last_token=None, stop_tokens=request.stop_tokens,
+            words=request.words_of(row.output.index),
+        )
         return row.prompt
 
     # ---- from a row to the end --------------------------------------------------------------------

@@ -328,7 +328,8 @@ def next_of(items: list[Int32]) -> Int32:
 class StepFigure:
     """A subject's step beside the floor's; microseconds of thread CPU time, medians of chunks unless named else.
 
-    `ratio` is us / floor_us; `loop_ratio` is the scheduler's us by the loop's, None for others.  `preallocated_us` is the floor with preallocated outputs.  `wall_us` and
+    `ratio` is us / floor_us; `loop_ratio` is the scheduler's us by the loop's, None for others.
+    `preallocated_us` is the floor with preallocated outputs.  `wall_us` and
     `floor_wall_us` are by the clock.
     """
 
@@ -465,9 +466,10 @@ def read_numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> t
 def command(as_json: bool, rows: tuple[int, ...], widths: tuple[int, ...], chunks: int) -> None:
     """Time the host's part of a decode step, beside the bare NumPy work.
 
-    Ledger, store, journaled store, decode loop and scheduler, each with its ratio to the floor, on a device that only counts:
-    microseconds of thread CPU time, one pool and two, with a fixed batch and with a batch that changes at every step.
-    The floor is that NumPy work; prealloc is the floor with outputs that are allocated before; wall is elapsed time.
+    Ledger, store, journaled store, decode loop and scheduler, each with its ratio to the floor, on a device that only
+    counts: microseconds of thread CPU time, one pool and two, with a fixed batch and with a batch that changes at every
+    step.  The floor is that NumPy work; prealloc is the floor with outputs that are allocated before; wall is elapsed
+    time.
     """
     figures = bench_step(rows=rows, widths=widths, chunks=chunks, progress=progress_line)
     progress_line("")
