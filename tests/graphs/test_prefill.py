@@ -136,7 +136,8 @@ def test_somebody_else_s_write_in_between_is_refused(
             pieces.advance()
         meddle(loop, sequence)
         before = store.committed_tokens(sequence)
-        for call in (lambda: pieces.advance(16), lambda: pieces.tokens_left):
+        calls: list[Callable[[], int]] = [pieces.advance, lambda: pieces.tokens_left]
+        for call in calls:
             with refused(pk.MisuseError, "C9.4", loop._outputs, match="begin another prompt"):
                 call()
         assert store.committed_tokens(sequence) == before
@@ -153,7 +154,8 @@ def test_a_sequence_that_ends_between_two_pieces_is_stale() -> None:
         store.finish(sequence)
         later = prefilled(loop, prompt(16, 2), 5)
         assert later.row == sequence.row
-        for call in (lambda: pieces.advance(16), lambda: pieces.tokens_left):
+        calls: list[Callable[[], int]] = [pieces.advance, lambda: pieces.tokens_left]
+        for call in calls:
             with pytest.raises(pk.StaleHandle):
                 call()
         assert decode_all(loop, [later]) == [alone(prompt(16, 2), 5)]
