@@ -20,8 +20,8 @@ pytestmark = pytest.mark.model
 
 PROMPTS = ["The capital of France is", "1, 2, 3,", "Water boils at a temperature of"]
 FIELDS = [
-    "schema", "prompts", "texts", "tokens", "profile", "device", "pages", "graphs", "driver_calls_per_step",
-    "tokens_per_second",
+    "schema", "prompts", "texts", "tokens", "reasons", "profile", "device", "pages", "scheduler", "graphs",
+    "driver_calls_per_step", "tokens_per_second",
 ]  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_run_in_chat_form_answers_and_stops(capsys: pytest.CaptureFixture[str]) 
     ({"prompts": [""]}, "prompt 1 was refused: expected 1 to 96 tokens"),
     ({"prompts": ["ok", "word " * 200]}, "prompt 2 was refused"),
     ({"prompts": ["ok"], "profile": "int3"}, "int3"),
-    ({"prompts": ["ok"], "max_new_tokens": 128}, "max_new_tokens was refused: expected at most 127"),
+    ({"prompts": ["ok"], "max_new_tokens": 128}, "max_new_tokens of prompt 1 was refused: expected at most 127"),
     ({"prompts": ["a\udcffb"]}, "characters that UTF-8 can write"),
     ({"prompts": ["ok"], "max_context": 10_000}, "at most 8192 tokens"),
 ])
