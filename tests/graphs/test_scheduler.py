@@ -154,6 +154,35 @@ def test_outputs_of_a_request_that_fills_the_pool_take_turns(prompt_tokens: int)
         assert store.memory_summary()["main"][PAGES] == 4
 
 
+def test_a_fork_that_finds_no_room_moves_the_prefix() -> None:
+    """C10.9: others take a page while the prefix is kept; the third output writes its prompt itself."""
+    with opened(tokens=320) as store, opened() as other:
+        case = Case(3, 100, 156, 3, sampling=Sampling(seed=5))
+        scheduler = Scheduler(store, SeededModel(store))
+        request = case.submit(scheduler)
+        while request.outputs[0].reason is None:
+            scheduler.step()
+        assert len(store.continuations()) == 1
+        held = store.activate(prompt_tokens=1, output_tokens=0)
+        run(scheduler)
+        store.finish(held)
+
+        assert scheduler.loop.statistics.prefilled_tokens == 100 + 1 + 100
+        assert answers_of(request) == Alone(other).answers(case)
+
+
+def test_a_window_is_leased_only_where_the_whole_budget_has_room() -> None:
+    """C9.2: ten pages and two outputs of nine: the second waits, so none ends early."""
+    with opened(max_context=640, concurrency=2, tokens=640, kv_lease_growth=True, lease_window_tokens=64) as store:
+        scheduler = Scheduler(store, SeededModel(store))
+        requests = [scheduler.submit(prompt(60, seed), 500) for seed in range(2)]
+        scheduler.step()
+        assert scheduler.statistics.waiting == 1
+        run(scheduler)
+
+        assert [500, 500] == [len(request.outputs[0].tokens) for request in requests]
+
+
 def test_who_never_fits_is_refused_and_who_fits_later_waits() -> None:
     """C10.9: 250 + 7 tokens are more than a sequence may have; 200 + 50 wait for the request before."""
     with opened(tokens=256) as store:
