@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import operator
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, NamedTuple, NoReturn
@@ -33,17 +33,35 @@ import nvtx
 import pagedkv as pk
 from pagedkv.graphs.cache import GraphCache
 from pagedkv.graphs.capture import UnitGraph
+from pagedkv.graphs.draft import Draft, Texts
 from pagedkv.graphs.key import GraphKey, key_for
-from pagedkv.graphs.outputs import LENGTH, REASONS, RUNNING, FinishReason, Int32, Outputs, StepTokens, no_outputs
+from pagedkv.graphs.outputs import (
+    LENGTH,
+    NO_STOPS,
+    REASONS,
+    RUNNING,
+    FinishReason,
+    Int32,
+    Outputs,
+    StepTokens,
+    Stops,
+    no_outputs,
+)
 from pagedkv.graphs.shapes import PREFILL_WIDTH_MIN, batch_shape, prefill_width
-from pagedkv.graphs.unit import Model
+from pagedkv.graphs.unit import Model, Unit
 
 PREFILL_CHUNK = 128
+DRAFT_TOKENS = 4
 
+Hook = Callable[[Unit, pk.Batch], object]
+"""Called with the unit and the batch of a run."""
+
+TOKENS_MAX = 1 << 30
+
+_VERIFY = "verify"
 _LISTS = (list, tuple)
 _NAMES, _NAMES_REMEDY = "sequences, each once", "pass a list of handles, of one sequence too"
 _NO_FRONTIERS: Int32 = np.zeros(0, np.int32)
-_NO_STOPS: frozenset[int] = frozenset()
 _DOMAIN = nvtx.get_domain("pagedkv")
 _DECODE = _DOMAIN.get_event_attributes(message="pagedkv.decode")
 _PREFILL = _DOMAIN.get_event_attributes(message="pagedkv.prefill")
@@ -64,13 +82,23 @@ class LoopStatistics:
     """Counters of a loop; they only grow.
 
     `decode_driver_calls` counts the device calls of decode steps: publication, replay and wait.  It does not count the
-    capture of a new shape, nor what the caller does between two steps.
+    capture of a new shape, nor what the caller does between two steps.  `accepted_tokens` are those of
+    `proposed_tokens` that became text.  `trims` counts verify units that gave back pages, `trimmed_pages` these.
     """
 
     decode_steps: int = 0
     decode_driver_calls: int = 0
     decoded_tokens: int = 0
     prefilled_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    trims: int = 0
+    trimmed_pages: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted tokens of each proposed one; 0 before the first."""
+        return self.accepted_tokens / self.proposed_tokens if self.proposed_tokens else 0.0
 
     @property
     def driver_calls_per_step(self) -> float:
@@ -102,7 +130,8 @@ class _Chosen(NamedTuple):
         handles, reasons: columns of the outputs for which this holds.
         batch: those that have not ended, or None if all have.
         graph: of their shape.
-        words: (b, K) of the batch, or None if K is 0.
+        words: their words, (b, K), or None if K is 0.
+        own_stops: the own stop tokens of all of them.
     """
 
     named: tuple[pk.Sequence, ...]
@@ -111,6 +140,7 @@ class _Chosen(NamedTuple):
     batch: pk.Batch | None
     graph: UnitGraph | None
     words: Int32 | None
+    own_stops: frozenset[int]
 
 
 class DecodeLoop:
@@ -122,18 +152,28 @@ class DecodeLoop:
         prefill_chunk: most tokens of one prefill unit, 16 to the store's `prefill_columns_max`; None is 128, or that
             maximum if it is less.
         use_graphs: False enqueues every unit eagerly; results are the same, bit for bit (C14.6).
+        draft: proposes tokens that a verify unit checks, such as `PromptLookup()`; the text stays the same (C14.6).
+            The model writes next_tokens of every live column, as it does for decode units.
+        draft_tokens: most proposed tokens of a row; the store must be planned for units of one column more.
+        before_replay: called as `before_replay(unit, batch)` when the selectors of a unit are written and it has not
+            begun; it may write `unit.control.words_host` (B, K).
+        drives_backend: the caller drives the backend's pools himself; a store that has some is refused otherwise,
+            because the loop writes Main alone.
 
     Attributes:
         graphs: the graphs of all shapes so far, with their replays.
         statistics: counters; written by the loop alone.
 
     Raises:
-        ConfigError: `prefill_chunk` is out of range.
-        MisuseError: no store, or a model that cannot be enqueued, such as its class.
+        ConfigError: `prefill_chunk` or `draft_tokens` is out of range.
+        MisuseError: no store, a model that cannot be enqueued, such as its class, no draft or hook, or a store with a
+            backend that nobody drives.
     """
 
     def __init__(
-        self, store: pk.Store, model: Model, *, prefill_chunk: int | None = None, use_graphs: bool = True
+        self, store: pk.Store, model: Model, *, prefill_chunk: int | None = None, use_graphs: bool = True,
+        draft: Draft | None = None, draft_tokens: int = DRAFT_TOKENS, before_replay: Hook | None = None,
+        drives_backend: bool = False,
     ) -> None:
         if isinstance(model, type):
             raise pk.MisuseError("a decode loop", expected="a model, which is an object with enqueue(unit)",
@@ -150,10 +190,32 @@ class DecodeLoop:
             raise pk.ConfigError("prefill_chunk", expected=f"an integer from {PREFILL_WIDTH_MIN} to {chunk_max}",
                                  got=pk.checks.shown(prefill_chunk),
                                  remedy="choose such a chunk, or raise prefill_columns_max", clause="C14.4")
+        if len(store.config.pools) > 1 and drives_backend is not True:
+            raise pk.MisuseError("a decode loop", expected="a store without a backend", clause="C13.1",
+                                 got=f"one with pools {[pool.name for pool in store.config.pools]}",
+                                 remedy="open the store without a backend, or pass drives_backend=True and write its "
+                                        "pools yourself")
+        if not (draft is None or pk.checks.has_method(draft, "propose")) or not (
+            before_replay is None or callable(before_replay)
+        ):
+            raise pk.MisuseError("a decode loop", expected="a draft with propose(...), and a hook that can be called",
+                                 got=f"{pk.checks.shown(draft)} and {pk.checks.shown(before_replay)}",
+                                 remedy="pass PromptLookup(), or leave both out", clause="C13.1")
+        if draft is not None:
+            most = store.config.decode_columns - 1
+            if type(draft_tokens) is not int or not 1 <= draft_tokens <= most:
+                raise pk.ConfigError("draft_tokens", expected=f"an integer from 1 to {most}",
+                                     got=pk.checks.shown(draft_tokens), clause="C5.4",
+                                     remedy="propose fewer tokens, or raise decode_columns_max of StoreConfig, which "
+                                            "holds one column more")
         self.store = store
         self.prefill_chunk = prefill_chunk
-        self.graphs = GraphCache(store, model, use_graphs=use_graphs)
+        self.graphs = GraphCache(store, model if draft is None else _Verified(model), use_graphs=use_graphs)
         self.statistics = LoopStatistics()
+        self._draft = draft
+        self._draft_tokens = draft_tokens
+        self._texts = Texts(store.config.max_concurrency, store.config.max_context)
+        self._before_replay = before_replay
         self._outputs = no_outputs(store.config.max_concurrency, store.config.caller_words)
         self._graphs_by_shape: dict[tuple[pk.Route, int, int], UnitGraph] = {}
         self._chosen: _Chosen | None = None
@@ -161,7 +223,7 @@ class DecodeLoop:
 
     def prefill(
         self, sequence: pk.Sequence, prompt_ids: Iterable[int], *, last_token: int | Unsaid | None = UNSAID,
-        words: Iterable[int] | None = None, stop_tokens: Iterable[int] = (),
+        stop_tokens: Iterable[int] = (), words: Iterable[int] | None = None,
     ) -> None:
         """Write a prompt into the cache and sample the first token; the first step delivers it.
 
@@ -176,19 +238,20 @@ class DecodeLoop:
                 span: up to `forced_span_tokens` tokens, the last token included, always fit into its room (C9.2).
             last_token: must be said if the sequence has something committed, because the token that was sampled last
                 is not in the cache.  That token is written ahead of the prompt.  None: the prompt takes its place.
-            words: the caller's words of the row in every unit, `caller_words` of them; None is zeros (C15.1).
-            stop_tokens: of this sequence, beside those of `step`; each is delivered and ends it.
+            stop_tokens: each ends this sequence, beside those of `step`.
+            words: K numbers that units find in `words` at this sequence's entry, with K = `caller_words` of the
+                configuration; None is zeros.
 
         Raises:
             MisuseError: no token, more than the budget or the lease holds, ids that are no int32 of 0 or more, or
                 committed tokens and nothing said about the last one.
         """
-        prompt = self.begin_prefill(sequence, prompt_ids, last_token=last_token, words=words, stop_tokens=stop_tokens)
+        prompt = self.begin_prefill(sequence, prompt_ids, last_token=last_token, stop_tokens=stop_tokens, words=words)
         self._write(prompt, prompt.ids.size)
 
     def begin_prefill(
         self, sequence: pk.Sequence, prompt_ids: Iterable[int], *, last_token: int | Unsaid | None = UNSAID,
-        words: Iterable[int] | None = None, stop_tokens: Iterable[int] = (),
+        stop_tokens: Iterable[int] = (), words: Iterable[int] | None = None,
     ) -> Prefill:
         """Check a prompt that is to be written piece by piece, between steps of other sequences.
 
@@ -196,8 +259,7 @@ class DecodeLoop:
         does not know the sequence.
         """
         self._recover()
-        row_words, stops = self._words(words), _stops(stop_tokens)
-        ids = _token_ids("a prompt", prompt_ids)
+        ids, stops, own_words = token_ids("a prompt", prompt_ids), _stops(stop_tokens), self._words(words)
         start = self.store.committed_tokens(sequence)
         if start and last_token is UNSAID:
             raise pk.MisuseError(
@@ -207,9 +269,9 @@ class DecodeLoop:
                 clause="C2.2",
             )
         if isinstance(last_token, int | np.integer):
-            ids = np.concatenate((_token_ids("last_token", [last_token]), ids))
+            ids = np.concatenate((token_ids("last_token", [last_token]), ids))
         elif last_token is not None and last_token is not UNSAID:
-            _token_ids("last_token", [last_token])
+            token_ids("last_token", [last_token])
         budget = self.store.budget_tokens(sequence)
         if not 1 <= ids.size <= budget - start:
             raise pk.MisuseError(
@@ -231,7 +293,7 @@ class DecodeLoop:
                 remedy="activate with the prompt's length, or raise forced_span_tokens for tokens behind output: "
                        "leases grow with decoding only", clause="C9.2",
             )
-        return Prefill(self, batch, ids, start, budget - start - ids.size, row_words, stops)
+        return Prefill(self, batch, ids, start, budget - start - ids.size, stops, own_words)
 
     def last_token(self, sequence: pk.Sequence) -> int:
         """Return the token that was sampled last and is not in the cache: `resume` continues from it.
@@ -245,8 +307,8 @@ class DecodeLoop:
         return self._require_known(sequence).last_tokens.item(sequence.row)
 
     def resume(
-        self, sequence: pk.Sequence, last_token: int, *, words: Iterable[int] | None = None,
-        stop_tokens: Iterable[int] = (),
+        self, sequence: pk.Sequence, last_token: int, *, stop_tokens: Iterable[int] = (),
+        words: Iterable[int] | None = None,
     ) -> None:
         """Continue to decode a sequence that was activated from a continuation, as if it had never stopped.  (C10.4)
 
@@ -256,24 +318,24 @@ class DecodeLoop:
         Args:
             sequence: active, with something committed.
             last_token: sampled after the last committed token, and delivered before.
-            words, stop_tokens: as of `prefill`.
+            stop_tokens, words: as of `prefill`.
 
         Raises:
             MisuseError: no token id, nothing committed, or no token left in the activated budget.
         """
         self._recover()
-        row_words, stops = self._words(words), _stops(stop_tokens)
-        (token,) = _token_ids("the token to go on from", [last_token]).tolist()
+        (token,) = token_ids("the token to go on from", [last_token]).tolist()
+        stops, own_words = _stops(stop_tokens), self._words(words)
         committed, budget = self.store.committed_tokens(sequence), self.store.budget_tokens(sequence)
         if not 1 <= committed < budget:
             raise pk.MisuseError(f"going on with {sequence}", expected=f"1 to {budget - 1} committed tokens",
                                  got=f"{committed} of a budget of {budget}",
                                  remedy="activate from a continuation, with room for the token", clause="C9.2")
-        self._outputs = self._outputs.with_sequence(sequence, token, budget - committed - 1, is_new=False,
-                                                    words=row_words[0], stops=stops)
+        self._outputs = self._outputs.with_sequence(sequence, token, budget - committed - 1, is_new=False, stops=stops,
+                                                    words=own_words, text=(committed, 1))
 
     def step(self, sequences: Iterable[pk.Sequence], *, stop_tokens: Iterable[int] = ()) -> StepTokens:
-        """Advance every unfinished sequence by one token, in one replay.
+        """Advance every unfinished sequence by one token, in one replay; with a draft by one token or more.
 
         A stop token is delivered and ends its sequence.  The end of the activated budget also ends it, and with lease
         growth the end of what the pool could reserve, where a forced span still fits.  A sequence that has ended may be
@@ -281,11 +343,13 @@ class DecodeLoop:
         the last one is the cheapest.
 
         Returns:
-            A mapping with the new tokens of each sequence that got any, the first one of its prefill included.
+            A mapping with the new tokens of each sequence that got any, the first one of its prefill included; its
+            `ended` names the sequences that ended.
 
         Raises:
-            MisuseError: a sequence that this loop does not know, one named twice, stop tokens that are no ids, or
-                a model that sampled a negative id; nothing was delivered, and no frontier moved.
+            MisuseError: a sequence that this loop does not know, one named twice, stop tokens that are no ids, a model
+                that sampled a negative id, or a draft that proposed no array of ids; nothing was delivered, and no
+                frontier moved.
             StaleHandle: a sequence that has not ended was finished in the store; nothing was delivered.
         """
         return self._hand_over(self._advance(sequences, _stops(stop_tokens)))
@@ -330,7 +394,11 @@ class DecodeLoop:
         if chosen.batch is not None and self.store.config.kv_lease_growth:
             chosen = self._extend_leases(chosen)
         if chosen.batch is not None:
-            self._decode(chosen, stops)
+            of_step = Stops(stops, stops | chosen.own_stops if chosen.own_stops else stops)
+            if self._draft is None:
+                self._decode(chosen, of_step)
+            else:
+                self._speculate(chosen, chosen.batch, of_step, self._draft)
         return chosen
 
     def _hand_over(self, chosen: _Chosen) -> StepTokens:
@@ -369,7 +437,7 @@ class DecodeLoop:
         ):
             return chosen
         named = tuple(sequences) if type(sequences) in _LISTS else self._named(sequences)
-        codes, batch, graph = outputs.reasons.tobytes(), None, None
+        codes, batch, graph, words = outputs.reasons.tobytes(), None, None, None
         if codes.count(RUNNING) != len(codes):  # somebody has ended, and may be named
             named = self._named(named)
             running = tuple([sequence for sequence in named if codes[sequence.row] == RUNNING])
@@ -378,8 +446,11 @@ class DecodeLoop:
             batch = self._known_batch(named)
         if batch is not None:
             graph = self._graph("decode", batch_shape(len(batch), concurrency=len(codes)), 1)
-        words = outputs.words[batch.index] if batch is not None and outputs.words.size else None
-        self._chosen = chosen = _Chosen(named, outputs.handles, outputs.reasons, batch, graph, words)
+            words = outputs.words[batch.index] if outputs.words.size else None
+        own_stops = NO_STOPS
+        if batch is not None and outputs.stops:
+            own_stops = own_stops.union(*(outputs.stops.get(row, ()) for row in batch.rows.tolist()))
+        self._chosen = chosen = _Chosen(named, outputs.handles, outputs.reasons, batch, graph, words, own_stops)
         return chosen
 
     def _known_batch(self, named: tuple[pk.Sequence, ...]) -> pk.Batch:
@@ -394,14 +465,15 @@ class DecodeLoop:
         return batch
 
     def _graph(self, route: pk.Route, batch: int, width: int) -> UnitGraph:
-        """Return the graph of a shape; its unit has the name of the route."""
+        """Return the graph of a shape; its unit has the name of the route, or is a verify unit."""
         graph = self._graphs_by_shape.get((route, batch, width))
         if graph is None or not graph.replays:  # an egress that was never written is blanked
-            graph = self.graphs.unit(key_for(self.store.config, unit=route, route=route, batch=batch, width=width))
+            name = _VERIFY if route == "decode" and width > 1 else route
+            graph = self.graphs.unit(key_for(self.store.config, unit=name, route=route, batch=batch, width=width))
             self._graphs_by_shape[route, batch, width] = graph
         return graph
 
-    def _decode(self, chosen: _Chosen, stops: frozenset[int]) -> None:
+    def _decode(self, chosen: _Chosen, stops: Stops) -> None:
         """Run one decode unit of the running sequences and add a token to the output of each."""
         batch, graph, outputs = chosen.batch, chosen.graph, self._outputs
         assert batch is not None, "somebody is running"
@@ -422,6 +494,91 @@ class DecodeLoop:
         self.statistics.decode_steps += 1
         self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
 
+    def _speculate(self, chosen: _Chosen, batch: pk.Batch, stops: Stops, draft: Draft) -> None:
+        """Run a verify unit of what the draft proposes, or a decode unit if it proposes nothing.  (C13.1, C13.3)"""
+        outputs, graph = self._outputs, chosen.graph
+        last_tokens, lengths = outputs.last_tokens[batch.rows], outputs.lengths[batch.rows]
+        proposals = self._proposals(draft, batch, last_tokens, lengths)
+        columns = 1 + np.count_nonzero(proposals >= 0, axis=1).astype(np.int32)
+        width = 1 + proposals.shape[1]
+        if width > 1:
+            graph = self._graph("decode", batch_shape(len(batch), concurrency=len(outputs.handles)), width)
+        assert graph is not None, "somebody is running"
+        if not graph.replays:
+            graph.unit.control.blank()
+        tokens = np.zeros((len(batch), width), np.int32)
+        tokens[:, 0] = last_tokens
+        np.maximum(proposals, 0, out=tokens[:, 1:])
+        calls_before, statistics = self.store.device.driver_calls, self.statistics
+        name = _VERIFY if width > 1 else "decode"
+        self._pending = _Pending(batch, name, _NO_FRONTIERS, sys._getframe())
+        _DOMAIN.push_range(_DECODE)
+        try:
+            if width > 1:
+                sampled, counts = self._verify(graph, batch, columns, tokens, chosen.words, stops)
+                trimmed = self.store.trim(batch)
+            else:
+                sampled, trimmed = self._run(graph, batch, 1, tokens, chosen.words).reshape(-1, 1), 0
+                counts = columns
+            self._texts.append(batch.rows, lengths, sampled, counts)
+            self._outputs, self._pending = outputs.with_accepted(batch, sampled, counts, stops), None
+        except BaseException as error:
+            self._recover_after(error)
+            raise
+        finally:
+            _DOMAIN.pop_range()
+        statistics.decode_steps += 1
+        statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
+        statistics.proposed_tokens += int(columns.sum()) - len(batch)
+        statistics.accepted_tokens += int(counts.sum()) - len(batch)
+        statistics.trims += trimmed > 0
+        statistics.trimmed_pages += trimmed
+
+    def _proposals(self, draft: Draft, batch: pk.Batch, last_tokens: Int32, lengths: Int32) -> Int32:
+        """Return what the draft proposes, (b, draft_tokens) or (b, 0) if it proposes nothing; -1 behind each proposal.
+
+        A row gets no more than its tokens left and its lease cover (C9.2).
+        """
+        most = np.minimum(self._outputs.tokens_left[batch.rows] - 1, self._draft_tokens)
+        if self.store.config.kv_lease_growth:
+            most = np.minimum(most, self.store.covered_columns(batch) - 1)
+        nothing = np.empty((len(batch), 0), np.int32)
+        if not (most > 0).any():
+            return nothing
+        texts = self._texts.of(batch, lengths, last_tokens)
+        given = draft.propose(texts, lengths, most)
+        is_array = type(given) is np.ndarray and given.dtype == np.int32 and given.ndim == 2
+        if not is_array or given.shape[0] != len(batch) or given.shape[1] > self._draft_tokens:
+            raise pk.MisuseError("proposals of a draft", expected=f"({len(batch)}, K) int32, K to {self._draft_tokens}",
+                                 got=pk.checks.shown(given), remedy="return ids, and -1 behind them", clause="C13.1")
+        columns = np.arange(given.shape[1])
+        is_used = np.logical_and.accumulate((given >= 0) & (columns < most[:, None]), axis=1)
+        if not is_used.any():
+            return nothing
+        proposals = np.full((len(batch), self._draft_tokens), -1, np.int32)
+        proposals[:, : given.shape[1]] = np.where(is_used, given, -1)
+        return proposals
+
+    def _verify(
+        self, graph: UnitGraph, batch: pk.Batch, columns: Int32, tokens: Int32, words: Int32 | None, stops: Stops
+    ) -> tuple[Int32, Int32]:
+        """Run a verify unit and commit what is accepted, up to a stop token; return (b, W) tokens and (b,) counts."""
+        unit = self._launch(graph, batch, columns, tokens, words)
+        control, rows = graph.unit.control, batch.rows
+        sampled, counts = control.read_next_tokens(rows.size), control.read_accepted(rows.size)
+        if (counts < 1).any() or (counts > columns).any():
+            raise pk.MisuseError(f"columns accepted by {graph.unit.key}", expected=f"1 to {columns.tolist()}",
+                                 got=counts.tolist(), clause="C13.1",
+                                 remedy="write accepted of every live entry, or leave it to unit.accept_greedy()")
+        is_text = np.arange(sampled.shape[1]) < counts[:, None]
+        if (sampled < 0)[is_text].any():
+            _refuse_samples(graph.unit.key, sampled)
+        if stops.of_all:
+            is_stop = self._outputs.are_stops(rows, sampled, stops) & is_text
+            counts = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1) + 1, counts).astype(np.int32)
+        self.store.commit(unit, counts)
+        return sampled, counts
+
     def _extend_leases(self, chosen: _Chosen) -> _Chosen:
         """Extend leases; end rows without one for their next column and a forced span; return the others.  (C9.2)"""
         assert chosen.batch is not None, "somebody is running"
@@ -435,22 +592,37 @@ class DecodeLoop:
         self._outputs = self._outputs.with_reason(ended, LENGTH)
         return self._choose(chosen.named)
 
-    def _run(self, graph: UnitGraph, batch: pk.Batch, columns: int, tokens: Int32, words: Int32 | None) -> Int32:
+    def _run(
+        self, graph: UnitGraph, batch: pk.Batch, columns: int, tokens: Int32, words: Int32 | None
+    ) -> Int32:
         """Run one unit and commit it; return the token sampled after the last column of each entry, (b,)."""
+        unit, control = self._launch(graph, batch, columns, tokens, words), graph.unit.control
+        sampled = control.read_next_tokens(batch.rows.size)[:, columns - 1]
+        if sampled.item(sampled.argmin()) < 0:
+            _refuse_samples(graph.unit.key, sampled)
+        self.store.commit(unit)
+        return sampled
+
+    def _launch(
+        self, graph: UnitGraph, batch: pk.Batch, columns: int | Int32, tokens: Int32, words: Int32 | None
+    ) -> pk.Submission:
+        """Begin the unit that is pending, run it, and wait for it."""
         control, pending = graph.unit.control, self._pending
         assert pending is not None, "what runs can be taken back"
         unit = self.store.begin_unit(batch, columns, name=pending.name)
         first_positions = unit.first_positions["main"]
         if pending.frontiers is _NO_FRONTIERS:
             self._pending = _Pending(batch, pending.name, first_positions, pending.call)
-        control.write(batch.rows, first_positions, columns, tokens, words)
+        if self._before_replay is None:
+            control.write(batch.rows, first_positions, columns, tokens, words)
+        else:  # which may have changed the words of the last run
+            shape = batch.rows.size, control.words_host.shape[1]
+            fresh = np.zeros(shape, np.int32) if words is None else words.copy()
+            control.write(batch.rows, first_positions, columns, tokens, fresh)
+            self._before_replay(graph.unit, batch)
         graph.run()
         self.store.wait(unit)
-        sampled = control.read_next_tokens(batch.rows.size)[:, columns - 1]
-        if sampled.item(sampled.argmin()) < 0:
-            _refuse_samples(graph.unit.key, sampled)
-        self.store.commit(unit)
-        return sampled
+        return unit
 
     def _write(self, prompt: Prefill, count: int) -> None:
         """Write the next `count` tokens of a prompt, chunk by chunk; an error takes all of them back."""
@@ -470,9 +642,11 @@ class DecodeLoop:
             if count < left:
                 outputs = self._outputs.without(sequence)
             else:
-                outputs = self._outputs.with_sequence(sequence, token, max(prompt.output_tokens - 1, 0),
-                                                      is_new=prompt.output_tokens > 0,
-                                                      words=prompt.words[0], stops=prompt.stops)
+                outputs = self._outputs.with_sequence(
+                    sequence, token, max(prompt.output_tokens - 1, 0), is_new=prompt.output_tokens > 0,
+                    words=None if prompt.words is None else prompt.words[0], stops=prompt.stops,
+                    text=self._with_text(sequence, prompt),
+                )
             self.statistics.prefilled_tokens += count
             self._outputs, self._pending, prompt.written = outputs, None, done + count
         except BaseException as error:
@@ -480,6 +654,34 @@ class DecodeLoop:
             raise
         finally:
             _DOMAIN.pop_range()
+
+    def _with_text(self, sequence: pk.Sequence, prompt: Prefill) -> tuple[int, int]:
+        """Add a prompt to what is known of a sequence's text, for the draft; return its start and its length."""
+        if self._draft is None:
+            return 0, 0
+        row, start = sequence.row, prompt.start
+        if self._outputs.knows(sequence):
+            start = self._outputs.starts.item(row)
+        self._texts.write(row, prompt.start - start, prompt.ids)
+        return start, prompt.start - start + prompt.ids.size + 1
+
+    def _words(self, words: Iterable[int] | None) -> Int32 | None:
+        """Return the words of one entry, (1, K), or None if there are none; refuse another number of them."""
+        count = self.store.config.caller_words
+        if words is None:
+            return np.zeros((1, count), np.int32) if count else None
+        given = pk.checks.checked_items("the words of a sequence", words, expected=f"{count} integers", clause="C15.1",
+                                        remedy="pass as many as caller_words of the StoreConfig")
+        bounds = np.iinfo(np.int32)
+        for word in given:
+            is_integer = type(word) is int or isinstance(word, np.integer)
+            if not is_integer or not bounds.min <= word <= bounds.max:
+                raise pk.MisuseError("the words of a sequence", expected="integers of 32 bits",
+                                     got=pk.checks.shown(word), remedy="pass int32 numbers", clause="C15.1")
+        if len(given) != count:
+            raise pk.MisuseError("the words of a sequence", expected=f"{count} integers", got=f"{len(given)}",
+                                 remedy="pass as many as caller_words of the StoreConfig", clause="C15.1")
+        return np.array([given], np.int32) if count else None
 
     def _recover_after(self, error: BaseException) -> None:
         """Recover from an error; what goes wrong meanwhile becomes a note of it, and the next call tries again."""
@@ -519,22 +721,9 @@ class DecodeLoop:
     def _with_stops(self, sequences: tuple[pk.Sequence, ...], stops: frozenset[int]) -> Outputs:
         """Return the outputs in which running sequences whose undelivered last token is a stop token have ended."""
         outputs = self._outputs
-        waiting = {sequence for named, _ in outputs.undelivered for sequence in named}
+        waiting = {sequence for part in outputs.undelivered for sequence in part.sequences}
         rows = np.array([s.row for s in sequences if s in waiting and not outputs.reasons.item(s.row)], np.int64)
-        return outputs.with_stops(rows, outputs.last_tokens[rows], stops)
-
-    def _words(self, words: Iterable[int] | None) -> Int32:
-        """Return the caller's words of a row, (1, K); refuse others.  (C15.1)"""
-        count, limit = self.store.config.caller_words, 1 << 31
-        expected, remedy = f"{count} integers of 32 bits", "pass as many words as caller_words of the StoreConfig"
-        if words is None:
-            return np.zeros((1, count), np.int32)
-        items = pk.checks.checked_items("words", words, expected=expected, remedy=remedy, clause="C15.1")
-        if len(items) != count or not all(
-            (type(word) is int or isinstance(word, np.integer)) and -limit <= word < limit for word in items
-        ):
-            raise pk.MisuseError("words", expected=expected, got=pk.checks.shown(items), remedy=remedy, clause="C15.1")
-        return np.array([items], np.int32).reshape(1, count)
+        return outputs.with_stops(rows, outputs.last_tokens[rows], Stops(stops, stops))
 
     def _named(self, sequences: Iterable[pk.Sequence]) -> tuple[pk.Sequence, ...]:
         """Return sequences as a tuple, each known here and named once."""
@@ -569,20 +758,20 @@ class Prefill:
         ids: (n,) int32, all tokens of the prompt.
         start: committed tokens before it.
         output_tokens: tokens that may be sampled.
-        words, stops: (1, K) int32, the words of its row, and its own stop tokens.
+        stops, words: own stop tokens of the sequence; (1, K) int32, or None if K is 0.
         written: tokens of the prompt that are committed.
     """
 
     def __init__(
-        self, loop: DecodeLoop, batch: pk.Batch, ids: Int32, start: int, output_tokens: int, words: Int32,
-        stops: frozenset[int],
+        self, loop: DecodeLoop, batch: pk.Batch, ids: Int32, start: int, output_tokens: int, stops: frozenset[int],
+        words: Int32 | None,
     ) -> None:
-        self.words = words
-        self.stops = stops
         self.batch = batch
         self.ids = ids
         self.start = start
         self.output_tokens = output_tokens
+        self.stops = stops
+        self.words = words
         self.written = 0
         self._loop = loop
 
@@ -604,27 +793,45 @@ class Prefill:
         return self.ids.size - self.written
 
     def advance(self, tokens_max: int | None = None) -> int:
-        """Write the next piece, `prefill_chunk` or `tokens_max` tokens or the rest, and return how many are left.
+        """Write the next piece, `prefill_chunk` tokens or the rest, and return how many tokens are left.
 
         The last piece samples the first token.  An error takes the piece back, and the next call writes it again.
+
+        Args:
+            tokens_max: most tokens of the piece, at least 1; None leaves the chunk alone to decide.
+
+        Raises:
+            MisuseError: `tokens_max` is less.
         """
-        chunk = self._loop.prefill_chunk
+        left, most = self.tokens_left, self._loop.prefill_chunk
         if tokens_max is not None:
-            chunk = pk.checks.checked_integer("tokens_max", tokens_max, 1, chunk, clause="C14.4",
-                                              remedy="pass the most tokens of this piece")
-        left = self.tokens_left
+            most = min(most, pk.checks.checked_integer("tokens_max", tokens_max, 1, TOKENS_MAX, clause="C14.4",
+                                                       remedy="write at least a token"))
         if left:
-            self._loop._write(self, min(left, chunk))
+            self._loop._write(self, min(left, most))
         return self.tokens_left
+
+
+class _Verified:
+    """A model whose verify units also say how many columns they accept; the model itself may do so."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def enqueue(self, unit: Unit) -> None:
+        """Enqueue the model, and in a verify unit the comparison of its tokens with the proposed ones."""
+        self._model.enqueue(unit)
+        if unit.key.unit == _VERIFY and not getattr(self._model, "writes_accepted", False):
+            unit.accept_greedy()
 
 
 def _stops(stop_tokens: Iterable[int]) -> frozenset[int]:
     if type(stop_tokens) is tuple and not stop_tokens:
-        return _NO_STOPS
-    return frozenset(_token_ids("stop_tokens", stop_tokens).tolist())
+        return NO_STOPS
+    return frozenset(token_ids("stop_tokens", stop_tokens).tolist())
 
 
-def _token_ids(what: str, ids: Iterable[int]) -> Int32:
+def token_ids(what: str, ids: Iterable[int]) -> Int32:
     """Return token ids as int32; refuse anything that is not an id already.  An array is not walked in Python."""
     id_max = np.iinfo(np.int32).max
     if type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu":

@@ -10,7 +10,7 @@ A request has n outputs, each a text of its own.  An output is in one of these s
 
     waiting   in the queue: first come, first served
     writing   active in the store, with pages for its prompt and all its tokens; its prompt is written piece by piece
-    running   one token in each step, in one replay with all others that run
+    running   a token in each step, or several with a draft, in one replay with all others that run
     ended     "stop", "length" or "cancelled"; its sequence has ended in the store
 
 A step admits outputs from the head of the queue, writes pieces of prompts in the order of admission, and decodes all
@@ -38,8 +38,8 @@ from types import FrameType, MappingProxyType
 from typing import Literal, NamedTuple, NoReturn
 
 import pagedkv as pk
-from pagedkv.graphs.decode_loop import DecodeLoop, Prefill
-from pagedkv.graphs.decode_loop import _token_ids as token_ids
+from pagedkv.graphs.decode_loop import DRAFT_TOKENS, DecodeLoop, Hook, Prefill, token_ids
+from pagedkv.graphs.draft import Draft
 from pagedkv.graphs.outputs import Int32, StepTokens
 from pagedkv.graphs.sampling import SAMPLING_WORDS, Sampling
 from pagedkv.graphs.shapes import PREFILL_WIDTH_MIN
@@ -332,14 +332,14 @@ class Scheduler:
         model: as of `DecodeLoop`.
         step_tokens: most columns of a step, decode and prompts together; None is 256, or what every row and a piece of
             16 tokens need if that is more.
-        prefill_chunk, use_graphs: as of `DecodeLoop`.
+        prefill_chunk, draft, draft_tokens, before_replay, use_graphs: as of `DecodeLoop`.
 
     Attributes:
         loop: the decode loop; only the scheduler calls it.
         steps: steps that have ended.
 
     Raises:
-        ConfigError: `step_tokens` is too small, or `prefill_chunk` is out of range.
+        ConfigError: `step_tokens` is too small, or `prefill_chunk` or `draft_tokens` is out of range.
         MisuseError: as `DecodeLoop`.
 
     An exception of the model leaves every request as it was before the step.  A note of the exception names the
@@ -349,12 +349,14 @@ class Scheduler:
 
     def __init__(
         self, store: pk.Store, model: Model, *, step_tokens: int | None = None, prefill_chunk: int | None = None,
+        draft: Draft | None = None, draft_tokens: int = DRAFT_TOKENS, before_replay: Hook | None = None,
         use_graphs: bool = True,
     ) -> None:
-        self.loop = DecodeLoop(store, model, prefill_chunk=prefill_chunk, use_graphs=use_graphs)
+        self.loop = DecodeLoop(store, model, prefill_chunk=prefill_chunk, use_graphs=use_graphs, draft=draft,
+                               draft_tokens=draft_tokens, before_replay=before_replay)
         self.store = store
         self.steps = 0
-        self._columns = 1
+        self._columns = 1 if draft is None else 1 + draft_tokens
         least = store.config.max_concurrency * self._columns + PREFILL_WIDTH_MIN
         self.step_tokens = pk.checks.checked_integer(
             "step_tokens", max(STEP_TOKENS, least) if step_tokens is None else step_tokens, least, 1 << 30,

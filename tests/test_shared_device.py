@@ -23,7 +23,7 @@ from pagedkv.graphs.capture import UnitGraph
 from pagedkv.graphs.key import key_for
 from tests.cuda.fake_cupy import LAUNCH_FAILED, CUDARuntimeError
 from tests.hostile.test_interrupts import CALLS, Stage
-from tests.toy_model import ToyModel, prefilled, prompt
+from tests.toy_model import ToyModel, prefilled, prompt, run_unit
 
 CONFIG = pk.StoreConfig(pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64), profile="bf16",
                         max_context=256, max_concurrency=2, kv_capacity=pk.ExplicitCapacity(512))
@@ -239,6 +239,19 @@ def test_a_capture_refuses_or_serves_each_call_of_another_store(is_aborted: bool
         capturing.check()
     assert {"begin_unit", "submit", "poll", "wait", "fail", "snapshot", "fork", "check"} <= {*refused}
     assert {"activate", "commit", "finish", "batch", "inspect"}.isdisjoint(refused)
+
+
+def test_the_first_unit_of_a_store_is_begun_again_after_the_capture_of_another(device: pk.Device) -> None:
+    """C15.1: it publishes table entries, which a capture does not permit; the store is not latched by that."""
+    with pk.open_store(CONFIG, device) as capturing, pk.open_store(CONFIG, device) as store:
+        sequence = store.activate(prompt_tokens=10, output_tokens=5)
+        device.begin_capture(capturing.stream)
+        with pytest.raises(pk.CaptureRefused):
+            store.begin_unit(store.batch([sequence]), 10)
+        device.end_capture(capturing.stream)
+        run_unit(store, sequence, 10)
+
+        assert store.committed_tokens(sequence) == 10
 
 
 def test_a_loop_goes_on_when_the_capture_of_another_store_has_ended(device: pk.Device) -> None:

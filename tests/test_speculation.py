@@ -181,7 +181,7 @@ def verify(store: pk.Store, loop: DecodeLoop, sequence: pk.Sequence, tokens: lis
 def plain(prompt: list[int], new_tokens: int) -> list[int]:
     """Return the tokens of a fresh run, one token a step."""
     with opened(pk.MTPBackend(5), geometry=TOY) as store:
-        loop = DecodeLoop(store, ToyModel(store))
+        loop = DecodeLoop(store, ToyModel(store), drives_backend=True)
         return decode_all(loop, [prefilled(loop, prompt, new_tokens)])[0]
 
 
@@ -195,7 +195,7 @@ def test_94_a_stop_at_a_page_boundary_continues_like_a_fresh_run(drafts: Callabl
     prompt = [(37 * i) % 1009 for i in range(63)]
     reference = plain(prompt, 40)
     with opened(pk.MTPBackend(5), geometry=TOY) as store:
-        loop = DecodeLoop(store, ToyModel(store))
+        loop = DecodeLoop(store, ToyModel(store), drives_backend=True)
         first = prefilled(loop, prompt, 40)
         start = loop.last_token(first)
         assert start == reference[0]
@@ -216,7 +216,7 @@ def test_speculated_equals_plain(seed: int) -> None:
     prompt = [(41 * i) % 1009 for i in range(50)]
     reference = plain(prompt, 150)
     with opened(pk.MTPBackend(5), geometry=TOY) as store:
-        loop = DecodeLoop(store, ToyModel(store))
+        loop = DecodeLoop(store, ToyModel(store), drives_backend=True)
         sequence = prefilled(loop, prompt, 150)
         text = [loop.last_token(sequence)]
         while len(text) < 150:

@@ -38,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,31 +194,27 @@ class CacheFolder:
             raise _CannotWrite(refusal) from refusal
         own = 2 if self._base is None else 1  # the last parts of the path that are ours alone
         above, names = Path(*path.parts[:-own]), path.parts[-own:]
-        with _refusing(above):
-            for folder in reversed((above, *above.parents)):
-                if not folder.exists():
-                    with suppress(FileExistsError):
-                        folder.mkdir(0o700)
-            above = Path(os.path.realpath(above, strict=True))
-            descriptor = os.open(above, _OPEN_FOLDER)
-        try:
+        with ExitStack() as opened:  # closes each folder once, whatever line is interrupted
+            with _refusing(above):
+                for folder in reversed((above, *above.parents)):
+                    if not folder.exists():
+                        with suppress(FileExistsError):
+                            folder.mkdir(0o700)
+                above = Path(os.path.realpath(above, strict=True))
+                opened.callback(os.close, descriptor := os.open(above, _OPEN_FOLDER))
             _check_parents(above)
             for name in names:
                 above /= name
                 with _refusing(above):
                     with suppress(FileExistsError):
                         os.mkdir(name, 0o700, dir_fd=descriptor)
-                    below = _open_own(name, descriptor, above)
-                os.close(descriptor)
-                descriptor = below
+                    opened.callback(os.close, descriptor := _open_own(name, descriptor, above))
                 status = os.fstat(descriptor)
                 if status.st_uid != os.geteuid():
                     raise _unsafe(above, f"owner {status.st_uid}", "delete it")
                 if status.st_mode & _OTHERS_WRITE:
                     raise _unsafe(above, f"mode {stat.S_IMODE(status.st_mode):04o}", _remedy_of_mode(above))
             yield _Place(above, descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def content_of(path: Path) -> bytes:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.errors import MisuseError, StaleHandle, shown
+from pagedkv.errors import Caught, MisuseError, StaleHandle, shown
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,9 @@ class Sequences:
     def require_all_current(self, sequences: tuple[Sequence, ...]) -> None:
         """Refuse the first handle that `require_current` refuses; handles that the store made cost no call each."""
         current = self.current
-        try:
+        with Caught(but=MemoryError):  # what is no handle may raise anything; the loop below refuses it
             if all(map(operator.is_, [current[sequence.row] for sequence in sequences], sequences)):
                 return
-        except MemoryError:
-            raise
-        except Exception:  # noqa: BLE001 - what is no handle may raise anything; the loop below refuses it
-            pass
         for sequence in sequences:
             self.require_current(sequence)
 

@@ -132,7 +132,7 @@ class Journal:
         lines, bytes_before = self.lines, self._bytes
         count = len(waiting)
         waiting.clear()
-        try:
+        with Caught(all_kinds=True) as caught:
             if file is not None:
                 done = file.write(content)
                 while done < len(content):  # a full disk takes a part, and refuses the next call
@@ -145,16 +145,18 @@ class Journal:
                     self._file.flush()
                     self.lines += 1
             self._end = None
-        except BaseException as error:
-            if file is not None:
-                whole = content.rfind(b"\n", 0, done) + 1
-                self.lines = lines + content.count(b"\n", 0, whole)
-                with Caught(error):  # a pipe cannot be cut
-                    file.truncate(bytes_before + whole)
-            if not isinstance(error, Exception):
-                raise
-            self._end = error
-            _LOG.error("the journal ends after %d lines: %s; operations continue", self.lines, shown(error))
+        error = caught.error
+        if error is None:
+            return
+        if file is not None:
+            whole = content.rfind(b"\n", 0, done) + 1
+            self.lines = lines + content.count(b"\n", 0, whole)
+            with Caught(error):  # a pipe cannot be cut
+                file.truncate(bytes_before + whole)
+        if not isinstance(error, Exception):
+            raise error
+        self._end = error
+        _LOG.error("the journal ends after %d lines: %s; operations continue", self.lines, shown(error))
 
     def end(self, why: str) -> None:
         """End the journal: write what waits, log the reason, and write no further line."""

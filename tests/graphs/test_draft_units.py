@@ -102,7 +102,7 @@ class Rounds:
     def __init__(self, store: pk.Store, *, use_graphs: bool = True) -> None:
         self.store = store
         self.target, self.draft, self.context = ToyModel(store), ToyDraft(store), ToyContext(store)
-        self.loop = DecodeLoop(store, self.target, use_graphs=use_graphs, prefill_chunk=16)
+        self.loop = DecodeLoop(store, self.target, use_graphs=use_graphs, prefill_chunk=16, drives_backend=True)
         models: dict[str, Model] = {"main": self.target, "draft": self.draft, "context": self.context}
         self.caches = {kind: GraphCache(store, model, use_graphs=use_graphs) for kind, model in models.items()}
         self.texts: dict[pk.Sequence, list[int]] = {}

@@ -136,7 +136,7 @@ def test_somebody_else_s_write_in_between_is_refused(
             pieces.advance()
         meddle(loop, sequence)
         before = store.committed_tokens(sequence)
-        calls: list[Callable[[], int]] = [pieces.advance, lambda: pieces.tokens_left]
+        calls: tuple[Callable[[], int], ...] = (pieces.advance, lambda: pieces.tokens_left)
         for call in calls:
             with refused(pk.MisuseError, "C9.4", loop._outputs, match="begin another prompt"):
                 call()
@@ -154,7 +154,7 @@ def test_a_sequence_that_ends_between_two_pieces_is_stale() -> None:
         store.finish(sequence)
         later = prefilled(loop, prompt(16, 2), 5)
         assert later.row == sequence.row
-        calls: list[Callable[[], int]] = [pieces.advance, lambda: pieces.tokens_left]
+        calls: tuple[Callable[[], int], ...] = (pieces.advance, lambda: pieces.tokens_left)
         for call in calls:
             with pytest.raises(pk.StaleHandle):
                 call()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import Output, Request, Sampling, Scheduler, Unit
+from pagedkv.graphs import Output, PromptLookup, Request, Sampling, Scheduler, Unit
 from tests.toy_model import ToyModel, opened_store, prompt
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
@@ -60,10 +60,10 @@ class Case:
                                 stop_tokens=self.stops, sampling=self.sampling)
 
 
-def random_case(random: np.random.Generator, seed: int, context: int = 256) -> Case:
-    """Return a case that fits `context`; many have stops, and some share their seed's prompt."""
-    tokens = int(random.integers(1, context - 40)) if random.random() < 0.3 else int(random.integers(1, 70))
-    stops = tuple(random.integers(0, 1009, 60).tolist()) if random.random() < 0.4 else ()
+def random_case(random: np.random.Generator, seed: int, vocabulary: int) -> Case:
+    """Return a case that fits 256 tokens; many have stops."""
+    tokens = int(random.integers(1, 216)) if random.random() < 0.3 else int(random.integers(1, 70))
+    stops = tuple(random.integers(0, vocabulary, max(vocabulary // 17, 1)).tolist()) if random.random() < 0.4 else ()
     sampling = Sampling(seed=int(random.integers(0, 1 << 20))) if random.random() < 0.5 else None
     return Case(seed, tokens, int(random.integers(1, 40)), int(random.choice([1, 1, 1, 2, 4])), stops, sampling)
 
@@ -71,8 +71,8 @@ def random_case(random: np.random.Generator, seed: int, context: int = 256) -> C
 class Alone:
     """The answers of outputs that run alone."""
 
-    def __init__(self, store: pk.Store) -> None:
-        self.scheduler = Scheduler(store, SeededModel(store), prefill_chunk=16)
+    def __init__(self, store: pk.Store, *, vocabulary: int = 1009) -> None:
+        self.scheduler = Scheduler(store, SeededModel(store, vocabulary=vocabulary), prefill_chunk=16)
 
     def answers(self, case: Case) -> list[tuple[str | None, list[int]]]:
         """Return reason and tokens of each output of a case."""
@@ -90,14 +90,21 @@ def answers_of(request: Request) -> list[tuple[str | None, list[int]]]:
     return [(output.reason, output.tokens) for output in request.outputs]
 
 
-@pytest.mark.parametrize("growth", [False, True])
-def test_200_requests_through_8_rows_and_a_pool_for_half_of_them(growth: bool, rng: np.random.Generator) -> None:
-    """C14.6: stops, n = 4, seeds, cancels, pieces of prompts; all pages are free at the end."""
+@pytest.mark.parametrize(("growth", "speculates"), [(False, False), (True, False), (False, True), (True, True)])
+def test_200_requests_through_8_rows_and_a_pool_for_half_of_them(
+    growth: bool, speculates: bool, rng: np.random.Generator
+) -> None:
+    """C14.6: stops, n = 4, seeds, cancels, pieces of prompts, drafts; all pages are free at the end."""
     random = rng
-    cases = [random_case(random, seed) for seed in range(200)]
     options = {"kv_lease_growth": True, "lease_window_tokens": 64} if growth else {}
+    vocabulary = 5 if speculates else 1009  # of five tokens a draft guesses some
+    cases = [random_case(random, seed, vocabulary) for seed in range(200)]
+    if speculates:
+        options["decode_columns_max"] = 4
     with opened(concurrency=8, tokens=16 * 64, placement_seed=1, **options) as store, opened() as other:
-        scheduler, alone = Scheduler(store, SeededModel(store), step_tokens=40), Alone(other)
+        scheduler = Scheduler(store, SeededModel(store, vocabulary=vocabulary), step_tokens=50, draft_tokens=3,
+                              draft=PromptLookup() if speculates else None)
+        alone = Alone(other, vocabulary=vocabulary)
         requests: list[Request] = []
         cancelled: set[int] = set()
         said: dict[Output, list[int]] = {}
@@ -117,6 +124,9 @@ def test_200_requests_through_8_rows_and_a_pool_for_half_of_them(growth: bool, r
         assert store.memory_summary()["main"][PAGES] == 16
         assert not store.continuations()
         assert scheduler.statistics.rows_most == 8
+        loop = scheduler.loop.statistics
+        assert (0 < loop.accepted_tokens < loop.proposed_tokens) == speculates
+        assert (loop.trimmed_pages > 10) == speculates
         for number, (case, request) in enumerate(zip(cases, requests, strict=True)):
             for output, (reason, tokens) in zip(request.outputs, alone.answers(case), strict=True):
                 assert output.tokens == said.get(output, [])

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from pagedkv.tools import doctor
 from pagedkv.tools.llama import weights as model_weights
 from pagedkv.tools.llama.weights import Vocabulary, load_model
 from tests.hostile.cache_folders import FOREIGN_USER, Place, states
+from tests.hostile.interrupt import Interrupt
 from tests.model.tiny import TINY
 
 STATES_PER_KIND = 257
@@ -212,6 +214,18 @@ def test_a_file_that_is_damaged_again_is_an_error_that_says_what_to_delete(
     monkeypatch.setattr(cache_folder, "_seal", lambda name, descriptor, size: os.urandom(SEAL_BYTES))
     with pytest.raises(MissingRequirement, match=f"delete {tmp_path}/kind/x and check the disk"):
         folder_for(tmp_path).file("x", write_x)
+
+
+def test_an_interrupt_at_any_line_is_what_the_caller_gets(tmp_path: Path) -> None:
+    """No descriptor is closed twice, which would be an error of its own, or close a file of another thread."""
+    lines = at = 0
+    while at <= lines:
+        folder = folder_for(tmp_path / str(at))
+        with pytest.raises(KeyboardInterrupt) if at else nullcontext(), Interrupt(at, KeyboardInterrupt) as count:
+            folder.file("x", write_x)
+        lines = lines or count.lines
+        assert folder.file("x", write_x).read_bytes()[:-SEAL_BYTES] == b"x", f"interrupted at line {at}"
+        at += 1
 
 
 @pytest.mark.parametrize("call", ["make", "pwrite", "fsync"])

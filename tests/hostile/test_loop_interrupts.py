@@ -5,8 +5,10 @@ The store is latched then, or the caller repeats the call and gets every token t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +16,7 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import ControlBuffers, DecodeLoop, Prefill, StepTokens
-from tests.hostile.interrupt import ERRORS, Interrupt
+from tests.hostile.interrupt import Interrupt
 from tests.toy_model import ToyModel, prompt, retained
 
 CONFIG = pk.StoreConfig(
@@ -85,6 +87,11 @@ class Stage:
         """Forget a sequence that has not been prefilled."""
         self.loop.forget(self.fresh)
 
+    def read(self) -> None:
+        """Read what a loop knows of one sequence."""
+        self.loop.last_token(self.running[0])
+        self.loop.finish_reason(self.running[0])
+
     def note(self, delivered: StepTokens) -> None:
         """Note delivered tokens; nobody reads them before the call has ended, so no interrupt comes in between."""
         self.delivered.append(delivered)
@@ -102,19 +109,30 @@ class Stage:
 
 CALLS: dict[str, Callable[[Stage], object]] = {
     "step": Stage.step, "decode": Stage.decode, "prefill": Stage.prefill, "prefill in pieces": Stage.prefill_in_pieces,
-    "resume": Stage.resume, "forget": Stage.forget, "capture": Stage.capture,
+    "resume": Stage.resume, "forget": Stage.forget, "read": Stage.read, "capture": Stage.capture,
 }
-SPARSE = {("capture", 3): 20, ("capture", 1): 7, ("decode", 3): 4}
-"""By how much the distance between two interrupts is longer: a capture runs the same lines for each launch."""
+SAMPLED = {"decode": 12, "capture": 60}
+"""The distance in lines between two interrupts of the quick form, where it is not 3; the long form has every line."""
+
+PARTS = {"capture": 8}
+"""The long form of a call with many lines is divided into so many tests, which the workers of a run share."""
 
 LAST_LINES = 15
-"""Lines at the end of a call, where its answer is handed over; each of them is interrupted."""
+"""Lines at the end of a call, where its answer is handed over; each of them is interrupted in the quick form too."""
 
 
-@pytest.mark.parametrize(("error", "every"), ERRORS)
-@pytest.mark.parametrize("name", CALLS)
+def cases() -> Iterator[Any]:
+    """Yield call, exception, the first interrupted line, and the distance to the next one."""
+    for name in CALLS:
+        yield pytest.param(name, KeyboardInterrupt, 1, SAMPLED.get(name, 3))
+        parts = PARTS.get(name, 1)
+        for error, first in itertools.product((KeyboardInterrupt, MemoryError), range(1, parts + 1)):
+            yield pytest.param(name, error, first, parts, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "error", "first", "every"), list(cases()))
 def test_a_loop_that_goes_on_gives_the_tokens_it_would_have_given(
-    name: str, error: type[BaseException], every: int, opened_device: pk.Device
+    name: str, error: type[BaseException], first: int, every: int, opened_device: pk.Device
 ) -> None:
     """C9.5: one line of the call after the other, each on a stage of its own."""
     call = CALLS[name]
@@ -126,9 +144,9 @@ def test_a_loop_that_goes_on_gives_the_tokens_it_would_have_given(
         call(stage)
         expected = stage.go_on()
 
-    latched = 0
-    first_of_last = max(1, count.lines - LAST_LINES + 1)
-    for at in [*range(1, first_of_last, every * SPARSE.get((name, every), 1)), *range(first_of_last, count.lines + 1)]:
+    interrupts = latched = 0
+    first_of_last = max(1, count.lines - LAST_LINES + 1) if first == 1 else count.lines + 1
+    for at in sorted({*range(first, count.lines + 1, every), *range(first_of_last, count.lines + 1)}):
         stage = Stage(opened_device)
         with stage.store as store:
             with pytest.raises(error, match=f"at line {at}:") as raised, Interrupt(at, error):
@@ -140,7 +158,14 @@ def test_a_loop_that_goes_on_gives_the_tokens_it_would_have_given(
             else:
                 call(stage)
                 assert expected == stage.go_on(), str(raised.value)
-    print(f"{name}: {count.lines} lines, latched at {latched}")
+        interrupts += 1
+    print(f"{name}: {interrupts} of {count.lines} lines, latched at {latched}")
+
+
+def test_no_call_of_a_loop_is_missing() -> None:
+    """Every public name of a loop is in the calls above."""
+    used = {name for call in CALLS.values() for name in call.__code__.co_names}
+    assert {name for name in dir(DecodeLoop) if not name.startswith("_")} <= used
 
 
 def test_a_write_of_selectors_after_an_interrupted_one_is_whole(opened_device: pk.Device) -> None:
