@@ -722,9 +722,9 @@ def _lists_of(entries: Iterable[_Entry]) -> dict[Output, list[int]]:
 
 
 def _advance(row: _Row, prompt: Prefill, tokens: int) -> None:
-    """Write a piece of a prompt; an error of the model names the request."""
+    """Write a piece of a prompt; a note of an error names the request."""
     try:
         prompt.advance(tokens)
-    except Exception as error:
-        error.add_note(f"in the prompt of {row.output.request}; cancel it, and step again")
+    except BaseException as error:
+        error.add_note(f"while the prompt of {row.output.request} was written")
         raise

@@ -259,7 +259,7 @@ def test_a_model_that_refuses_a_prompt_stops_nobody_else() -> None:
         bad = scheduler.submit([5, 2000, 5], 4)
         with pytest.raises(ValueError, match="2000") as raised:
             scheduler.step()
-        assert raised.value.__notes__ == [f"in the prompt of {bad}; cancel it, and step again"]
+        assert raised.value.__notes__ == [f"while the prompt of {bad} was written"]
         scheduler.cancel(bad)
         run(scheduler)
 

@@ -24,8 +24,6 @@ MUTANTS: tuple[Mutant, ...] = (
            "graphs/test_scheduler.py -k columns_come_first"),
     Mutant("C15.1", "every output has the seed of the first", "graphs/scheduler.py:words_of",
            "self.sampling.seed + index", "self.sampling.seed", "graphs/test_scheduler.py -k 200_requests"),
-    Mutant("C14.4", "a stop token of a row ends another one", "graphs/outputs.py:with_own_stops",
-           "if token in self.stops[row]", "if True", "graphs/test_scheduler.py -k 200_requests"),
     *(Mutant("C15.1", what, "graphs/control_buffers.py", old, new, "graphs/test_outputs.py") for what, old, new in (
         ("words are lost with other rows", "self._words = _ZERO  # no words of a caller", "pass  # no words"),
         ("other words of the same rows are not written", "if words is not self._words:", "if not is_same:"),
