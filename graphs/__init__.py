@@ -10,8 +10,10 @@ from pagedkv.graphs.draft import Draft, PromptLookup
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.outputs import StepTokens
 from pagedkv.graphs.sampling import NO_TOKEN, SAMPLING_WORDS, Sampling, choose_largest, choose_tokens
+from pagedkv.graphs.scheduler import Output, Request, Scheduler, SchedulerStatistics, SchedulerStep
 from pagedkv.graphs.unit import Model, Unit
 
 __all__ = ["NO_TOKEN", "SAMPLING_WORDS", "ControlBuffers", "DecodeLoop", "Draft", "GraphCache", "GraphKey",
-           "LoopStatistics", "Model", "Prefill", "PromptLookup", "Sampling", "StepTokens", "Unit", "UnitGraph",
-           "choose_largest", "choose_tokens"]
+           "LoopStatistics", "Model", "Output", "Prefill", "PromptLookup", "Request", "Sampling", "Scheduler",
+           "SchedulerStatistics", "SchedulerStep", "StepTokens", "Unit", "UnitGraph", "choose_largest",
+           "choose_tokens"]

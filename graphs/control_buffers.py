@@ -122,6 +122,7 @@ class ControlBuffers:
                 clause="C15.1",
             )
         if not is_same:
+            self._words = _ZERO  # no words of a caller, and not none: they are written again, whatever interrupts
             if self._rows is None or columns is not self._columns or count != self._rows.size:
                 self.make_inert()
                 self._rows_host, self._positions_host, self._columns_host, self._tokens_host = self._host_views(count)
@@ -132,8 +133,8 @@ class ControlBuffers:
                 self._rows, self._columns = rows, columns
         self._positions_host[:] = first_positions
         self._tokens_host[:] = tokens
-        if words is not self._words or (words is not None and not is_same):
-            self._words = _ZERO  # no words of a caller, and not none
+        if words is not self._words:
+            self._words = _ZERO
             self.words_host[:count] = _ZERO if words is None else words
             self._words = words
 

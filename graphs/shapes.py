@@ -1,7 +1,12 @@
 """Shapes of units: rounded up, so that few graphs serve every batch.
 
 A batch of b rows runs in the smallest power of two that holds it, at most C.  The entries beyond b are inert: they
-read no table and write no cache byte (C14.4).  A prefill chunk of n tokens runs in the smallest width of 16, 32, 64,
+read no table and write no cache byte (C14.4).  The other way, a graph for each number of rows, was measured with 200
+requests of the toy model with four layers, through 8 and 32 rows of the `cpu` device: 8 and 25 decode graphs in place
+of 4 and 5, buffers of 0.36 and 1.24 MiB in place of 0.31 and 0.42, and a decode step of 1.44 and 9.0 ms in place of
+1.42 and 10.0.  A store of 256 rows would capture up to 256 graphs in place of 9, each while requests wait.
+
+A prefill chunk of n tokens runs in the smallest width of 16, 32, 64,
 ... that holds it, at most the chunk.
 """
 

@@ -4,6 +4,7 @@
     store       the same through a store: publish, launch, wait
     journaled   the same with a journal
     loop        DecodeLoop.step with a model that does nothing
+    scheduler   Scheduler.step with that model; its ratio to the loop is printed too
 
 `floor` is that bare work, with no check, no handle and no reservation.  Every subject alternates with the floor in one
 process, in chunks of 32 steps; the ratio is that of the medians of their thread CPU time.  Wall times stand beside it.
@@ -20,7 +21,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from json import dumps
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 import pagedkv as pk
-from pagedkv.graphs import DecodeLoop, Unit
+from pagedkv.graphs import DecodeLoop, Request, Scheduler, Unit
 from pagedkv.tools.console import json_option, positive, progress_line, say
 
 Int32 = npt.NDArray[np.int32]
@@ -40,6 +41,8 @@ ROWS = (1, 8, 64, 256)
 WIDTHS = (1, 4)
 BLOCKS = 64
 """Table entries of a row: 4,096 tokens."""
+
+ONE_TOKEN: Int32 = np.zeros(1, np.int32)
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=1, kv_heads=1, head_dim=16)
 
@@ -278,8 +281,40 @@ class LoopSubject(StoreSubject):
         self.loop.step(self.choose(self.sequences) if self.is_changing else self.sequences)
 
 
+class SchedulerSubject(StoreSubject):
+    """A Scheduler over the same store, with a model that does nothing; W = 1.
+
+    With a changing batch every step cancels the oldest request, takes another one of one token in, and writes its
+    prompt.
+    """
+
+    def __init__(self, rows: int, width: int, *, pools: int, is_changing: bool) -> None:
+        super().__init__(rows, width, pools=pools, is_changing=is_changing)
+        self.rows = rows
+        self.scheduler = Scheduler(self.store, IdleModel(), step_tokens=1 << 20)
+        self.requests: list[Request] = []
+
+    def restart(self) -> None:
+        """Submit requests, and take the step that writes their prompts."""
+        for request in self.requests:
+            self.scheduler.cancel(request)
+        self.requests = [
+            self.scheduler.submit(np.zeros(tokens, np.int32), self.config.max_context - tokens)
+            for tokens in self.first_tokens[: self.rows]
+        ]
+        self.scheduler.step()
+
+    def step(self) -> None:
+        """One step of the scheduler."""
+        if self.is_changing:
+            self.scheduler.cancel(self.requests.pop(0))
+            self.requests.append(self.scheduler.submit(ONE_TOKEN, self.config.max_context - 1))
+        self.scheduler.step()
+
+
 SUBJECTS: dict[str, Callable[..., Subject]] = {
     "ledger": LedgerSubject, "store": StoreSubject, "journaled": JournaledSubject, "loop": LoopSubject,
+    "scheduler": SchedulerSubject,
 }
 
 
@@ -293,7 +328,8 @@ def next_of(items: list[Int32]) -> Int32:
 class StepFigure:
     """A subject's step beside the floor's; microseconds of thread CPU time, medians of chunks unless named else.
 
-    `ratio` is us / floor_us.  `preallocated_us` is the floor with preallocated outputs.  `wall_us` and
+    `ratio` is us / floor_us; `loop_ratio` is the scheduler's us by the loop's, None for others.
+    `preallocated_us` is the floor with preallocated outputs.  `wall_us` and
     `floor_wall_us` are by the clock.
     """
 
@@ -310,6 +346,7 @@ class StepFigure:
     preallocated_us: float
     wall_us: float
     floor_wall_us: float
+    loop_ratio: float | None = None
 
 
 def chunk_us(step: Callable[[], None]) -> tuple[float, float]:
@@ -369,13 +406,20 @@ def bench_step(
     """
     figures = []
     for width, name, pools, is_changing, count in itertools.product(widths, SUBJECTS, (1, 2), (False, True), rows):
-        if name == "loop" and (width > 1 or pools > 1):
+        if name in ("loop", "scheduler") and (width > 1 or pools > 1):
             continue  # a loop decodes one column of Main
         if name == "journaled" and (pools > 1 or is_changing):
             continue  # to compare with the steady store
         progress(f"{name}, {count} rows, W = {width}")
         figures.append(time_subject(name, count, width, pools=pools, is_changing=is_changing, chunks=chunks))
-    return figures
+    return [_beside_the_loop(figure, figures) for figure in figures]
+
+
+def _beside_the_loop(figure: StepFigure, figures: list[StepFigure]) -> StepFigure:
+    """Return a figure of the scheduler with its ratio to the loop's; others as they are."""
+    loops = [one.us for one in figures if one.subject == "loop" and one.rows == figure.rows
+             and one.composition == figure.composition]
+    return replace(figure, loop_ratio=figure.us / loops[0]) if figure.subject == "scheduler" and loops else figure
 
 
 def report(figures: list[StepFigure]) -> dict[str, Any]:
@@ -395,11 +439,12 @@ def print_table(figures: list[StepFigure]) -> None:
     """Print one line per figure."""
     width = max((8, *(len(figure.subject) + 1 for figure in figures)))
     click.echo(f"{'subject':<{width}}{'rows':>5}{'W':>3}{'pools':>6} {'batch':<9}{'us':>8}{'mean':>8}{'p95':>8}"
-               f"{'floor':>7}{'ratio':>7}{'prealloc':>9}{'wall':>8}")
+               f"{'floor':>7}{'ratio':>7}{'prealloc':>9}{'wall':>8}{'x loop':>8}")
     for f in figures:
         click.echo(f"{f.subject:<{width}}{f.rows:>5}{f.width:>3}{f.pools:>6} {f.composition:<9}{f.us:>8.1f}"
                    f"{f.us_mean:>8.1f}{f.us_p95:>8.1f}{f.floor_us:>7.1f}{f.ratio:>7.2f}"
-                   f"{f.preallocated_us:>9.1f}{f.wall_us:>8.1f}")
+                   f"{f.preallocated_us:>9.1f}{f.wall_us:>8.1f}"
+                   + ("" if f.loop_ratio is None else f"{f.loop_ratio:>8.2f}"))
 
 
 def read_numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:  # noqa: ARG001 - click
@@ -421,9 +466,10 @@ def read_numbers(ctx: click.Context, parameter: click.Parameter, text: str) -> t
 def command(as_json: bool, rows: tuple[int, ...], widths: tuple[int, ...], chunks: int) -> None:
     """Time the host's part of a decode step, beside the bare NumPy work.
 
-    Ledger, store, journaled store and decode loop, each with its ratio to the floor, on a device that only counts:
-    microseconds of thread CPU time, one pool and two, with a fixed batch and with a batch that changes at every step.
-    The floor is that NumPy work; prealloc is the floor with outputs that are allocated before; wall is elapsed time.
+    Ledger, store, journaled store, decode loop and scheduler, each with its ratio to the floor, on a device that only
+    counts: microseconds of thread CPU time, one pool and two, with a fixed batch and with a batch that changes at every
+    step.  The floor is that NumPy work; prealloc is the floor with outputs that are allocated before; wall is elapsed
+    time.
     """
     figures = bench_step(rows=rows, widths=widths, chunks=chunks, progress=progress_line)
     progress_line("")

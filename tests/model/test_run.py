@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.model
 
 PROMPTS = ["The capital of France is", "1, 2, 3,", "Water boils at a temperature of"]
 FIELDS = [
-    "schema", "prompts", "texts", "tokens", "profile", "device", "pages", "graphs", "driver_calls_per_step",
-    "tokens_per_second",
+    "schema", "prompts", "texts", "tokens", "reasons", "profile", "device", "pages", "scheduler", "graphs",
+    "driver_calls_per_step", "tokens_per_second",
 ]  # fmt: skip
 
 
@@ -107,10 +108,44 @@ def test_run_in_chat_form_answers_and_stops(capsys: pytest.CaptureFixture[str]) 
     ({"prompts": [""]}, "prompt 1 was refused: expected 1 to 96 tokens"),
     ({"prompts": ["ok", "word " * 200]}, "prompt 2 was refused"),
     ({"prompts": ["ok"], "profile": "int3"}, "int3"),
-    ({"prompts": ["ok"], "max_new_tokens": 128}, "max_new_tokens was refused: expected at most 127"),
+    ({"prompts": ["ok"], "max_new_tokens": 128}, "max_new_tokens of prompt 1 was refused: expected at most 127"),
     ({"prompts": ["a\udcffb"]}, "characters that UTF-8 can write"),
     ({"prompts": ["ok"], "max_context": 10_000}, "at most 8192 tokens"),
 ])
 def test_run_refuses_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pk.MisuseError, match=message):
         run(**options)
+
+
+def test_a_file_of_requests_is_served_and_sampled_from_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C14.6: an output with seed 8 says the same as the second of two with seed 7; each has its own stop."""
+    common = {"prompt": PROMPTS[0], "max_new_tokens": 4, "temperature": 1.5}
+    lines = [{**common, "seed": 7, "n": 2}, {**common, "seed": 8}, {"prompt": PROMPTS[0], "stop": [" Paris"]}]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    report = run(requests=path, max_new_tokens=6, max_concurrency=2)
+    out, _ = capsys.readouterr()
+
+    assert report["tokens"][1] == report["tokens"][2]
+    assert report["tokens"][0] != report["tokens"][1]
+    assert report["texts"][3] == " Paris"
+    assert report["reasons"] == ["length", "length", "length", "stop"]
+    assert report["pages"]["in_use_at_end"] == 0
+    assert "ended by" in out
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("{", "line 2 of r.jsonl was refused: expected a JSON object"), ("[]", "line 2 of r.jsonl"),
+    ('{"n": 2}', "a JSON object with a prompt"), ('{"prompt": "a", "N": 2}', "no field but"),
+    ('{"prompt": 1}', "prompt of line 2"), ('{"prompt": "a", "n": 0}', "n of line 2"),
+    ('{"prompt": "a", "temperature": -1}', "temperature of line 2"),
+    ('{"prompt": "a", "stop": ["a b"]}', "stop of line"),
+    ('{"prompt": "a", "max_new_tokens": 128}', "max_new_tokens of line 2"), ('{"prompt": ""}', "line 2 of r.jsonl"),
+])
+def test_a_line_that_is_no_request_is_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"prompt": "ok"}\n' + line, encoding="utf-8")
+    with pytest.raises(pk.MisuseError, match=message):
+        run(requests=path)

@@ -5,16 +5,36 @@ from __future__ import annotations
 from tests.mutants.mutant import GONE, Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant("C10.9", "a request that never fits waits", "graphs/scheduler.py:submit",
+           "if isinstance(answer, pk.Refusal) and answer.forever:", "if False:",
+           "graphs/test_scheduler.py -k never_fits"),
+    Mutant("C10.9", "a queue that others block waits for ever", "graphs/scheduler.py:_admit",
+           "self._refuse_to_wait(request, answer)", "pass", "graphs/test_scheduler.py -k others_block"),
+    Mutant("C10.9", "a fork waits for the pages of its own prefix", "graphs/scheduler.py:_admit",
+           "target = _target(request, prefix, keep_source=False)", "pass",
+           "graphs/test_scheduler.py -k moves_the_prefix"),
+    Mutant("C9.2", "leases of all outputs together may exceed the pool", "graphs/scheduler.py:_has_room_to_grow",
+           "<= capacity", "> 0", "graphs/test_scheduler.py -k window_is_leased"),
+    Mutant("C12.4", "a sequence whose activation was interrupted is lost", "graphs/scheduler.py:_recover",
+           "if self._pending is not None:", "if False:", "hostile/test_scheduler_interrupts.py -k 'fork and rupt-3'"),
+    Mutant("C12.3", "a call from inside of a step is taken for an interrupted one", "graphs/scheduler.py:_recover",
+           "pk.checks.is_on_the_stack(self._call)", "False", "graphs/test_scheduler.py -k inside_of_a_step"),
+    Mutant("C14.4", "prompts come before decoding", "graphs/scheduler.py:_write_prompts",
+           "self.step_tokens - len(self._state.running) * self._columns", "self.step_tokens",
+           "graphs/test_scheduler.py -k columns_come_first"),
+    Mutant("C15.1", "every output has the seed of the first", "graphs/scheduler.py:words_of",
+           "self.sampling.seed + index", "self.sampling.seed", "graphs/test_scheduler.py -k 200_requests"),
     *(Mutant("C15.1", what, "graphs/control_buffers.py", old, new, "graphs/test_outputs.py") for what, old, new in (
-        ("words are lost with other rows", "or (words is not None and not is_same)", ""),
-        ("other words of the same rows are not written", "if words is not self._words or", "if"),
+        ("words are lost with other rows", "self._words = _ZERO  # no words of a caller", "pass  # no words"),
+        ("other words of the same rows are not written", "if words is not self._words:", "if not is_same:"),
         ("words of more rows than the unit has entries are taken", "(is_same and words is self._words)",
          "words is self._words"),
     )),
     *(Mutant("C9.5", what, "graphs/control_buffers.py", old, new, "hostile/test_loop_interrupts.py -k selectors")
       for what, old, new in (
         ("inert selectors count as those of the last rows", "self._rows = None  # first", "pass  # first"),
-        ("words that were half written count as the last ones", "self._words = _ZERO", "pass"),
+        ("words that were half written count as the last ones", "self._words = _ZERO\n            self.words_host",
+         "self.words_host"),
     )),
     *(Mutant("C14.6", what, "graphs/sampling.py", old, new, "graphs/test_sampling.py") for what, old, new in (
         ("the random number depends on the seed alone", "| positions.astype(np.uint64)", ""),
