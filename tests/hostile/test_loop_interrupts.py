@@ -5,10 +5,10 @@ The store is latched then, or the caller repeats the call and gets every token t
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +17,23 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import ControlBuffers, DecodeLoop, Prefill, StepTokens
 from tests.hostile.interrupt import Interrupt
-from tests.toy_model import ToyModel, prompt, retained
+from tests.toy_model import ToyModel, decode_all, prefilled, prompt, retained
 
 CONFIG = pk.StoreConfig(
     pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64), profile="bf16", max_context=256, max_concurrency=4,
-    kv_capacity=pk.ExplicitCapacity(4 * 256), kv_lease_growth=True, lease_window_tokens=64,
+    kv_capacity=pk.ExplicitCapacity(4 * 256), kv_lease_growth=True, lease_window_tokens=64, decode_columns_max=4,
 )
 
 
 class Stage:
     """Two sequences whose next step crosses a page, one to prefill, one to resume, and a loop with their graphs."""
 
-    def __init__(self, device: pk.Device) -> None:
+    def __init__(self, device: pk.Device, *, tokens: int = 62, **options: Any) -> None:
         self.store = pk.open_store(CONFIG, device)
-        self.loop = DecodeLoop(self.store, ToyModel(self.store), prefill_chunk=16)
-        self.running = [self.store.activate(prompt_tokens=62, output_tokens=100) for _ in range(2)]
+        self.loop = DecodeLoop(self.store, ToyModel(self.store), prefill_chunk=16, **options)
+        self.running = [self.store.activate(prompt_tokens=tokens, output_tokens=100) for _ in range(2)]
         for seed, sequence in enumerate(self.running):
-            self.loop.prefill(sequence, prompt(62, seed))
+            self.loop.prefill(sequence, prompt(tokens, seed))
         for _ in range(2):
             self.loop.step(self.running)
         earlier = self.store.activate(prompt_tokens=20, output_tokens=20)
@@ -107,9 +107,46 @@ class Stage:
         return [tokens[:7] for tokens in self.texts.values()]
 
 
+class Draft:
+    """Proposes three tokens of the text that a stage without a draft gives, the last one changed."""
+
+    def __init__(self) -> None:
+        self.futures: list[list[int]] = []
+
+    def propose(self, texts: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], most: object) -> object:
+        """Find the text of each row by its beginning."""
+        proposals = np.full((len(texts), 3), -1, np.int32)
+        for entry, length in enumerate(lengths.tolist()):
+            for future in self.futures:
+                if future[:length] == texts[entry, :length].tolist() and len(future) >= length + 3:
+                    proposals[entry] = future[length : length + 3]
+                    proposals[entry, 2] ^= 1
+        return proposals
+
+
+class SpeculativeStage(Stage):
+    """A stage whose loop has a draft and a hook; its step accepts two tokens, rejects one, and trims a page."""
+
+    futures: ClassVar[list[list[int]]] = []
+
+    def __init__(self, device: pk.Device) -> None:
+        draft, tokens = Draft(), 55  # two steps of three tokens each end before the last column of a page
+        if not self.futures:
+            prompts = [prompt(tokens, seed) for seed in range(2)]
+            with pk.open_store(CONFIG, device) as store:
+                loop = DecodeLoop(store, ToyModel(store), prefill_chunk=16)
+                texts = decode_all(loop, [prefilled(loop, ids, 30) for ids in prompts])
+            self.futures.extend(ids + text for ids, text in zip(prompts, texts, strict=True))
+        draft.futures = self.futures
+        super().__init__(device, tokens=tokens, draft=draft, draft_tokens=3, before_replay=lambda unit, batch: None)
+
+
+STAGES: dict[str, type[SpeculativeStage]] = {"speculate": SpeculativeStage}
+
 CALLS: dict[str, Callable[[Stage], object]] = {
     "step": Stage.step, "decode": Stage.decode, "prefill": Stage.prefill, "prefill in pieces": Stage.prefill_in_pieces,
     "resume": Stage.resume, "forget": Stage.forget, "read": Stage.read, "capture": Stage.capture,
+    "speculate": Stage.step,
 }
 SAMPLED = {"decode": 12, "capture": 60}
 """The distance in lines between two interrupts of the quick form, where it is not 3; the long form has every line."""
@@ -136,10 +173,10 @@ def test_a_loop_that_goes_on_gives_the_tokens_it_would_have_given(
 ) -> None:
     """C9.5: one line of the call after the other, each on a stage of its own."""
     call = CALLS[name]
-    stage = Stage(opened_device)
+    stage = STAGES.get(name, Stage)(opened_device)
     with stage.store, Interrupt(0, error) as count:
         call(stage)
-    stage = Stage(opened_device)
+    stage = STAGES.get(name, Stage)(opened_device)
     with stage.store:
         call(stage)
         expected = stage.go_on()
@@ -147,7 +184,7 @@ def test_a_loop_that_goes_on_gives_the_tokens_it_would_have_given(
     interrupts = latched = 0
     first_of_last = max(1, count.lines - LAST_LINES + 1) if first == 1 else count.lines + 1
     for at in sorted({*range(first, count.lines + 1, every), *range(first_of_last, count.lines + 1)}):
-        stage = Stage(opened_device)
+        stage = STAGES.get(name, Stage)(opened_device)
         with stage.store as store:
             with pytest.raises(error, match=f"at line {at}:") as raised, Interrupt(at, error):
                 call(stage)
@@ -160,6 +197,18 @@ def test_a_loop_that_goes_on_gives_the_tokens_it_would_have_given(
                 assert expected == stage.go_on(), str(raised.value)
         interrupts += 1
     print(f"{name}: {interrupts} of {count.lines} lines, latched at {latched}")
+
+
+def test_the_speculative_step_accepts_rejects_and_trims(opened_device: pk.Device) -> None:
+    """What the interrupts above are to meet."""
+    stage = SpeculativeStage(opened_device)
+    with stage.store:
+        before = dataclasses.replace(stage.loop.statistics)
+        stage.step()
+        figures = stage.loop.statistics
+        assert figures.proposed_tokens - before.proposed_tokens == 6
+        assert figures.accepted_tokens - before.accepted_tokens == 4
+        assert (before.trimmed_pages, figures.trimmed_pages) == (0, 2)
 
 
 def test_no_call_of_a_loop_is_missing() -> None:
@@ -179,7 +228,7 @@ def test_a_write_of_selectors_after_an_interrupted_one_is_whole(opened_device: p
     def write(control: ControlBuffers, rows: npt.NDArray[np.int64], given: npt.NDArray[np.int32] | None) -> None:
         control.write(rows, tokens[: rows.size, 0], 1, tokens[: rows.size], given)
 
-    with pk.open_store(replace(CONFIG, caller_words=2), opened_device) as store:
+    with pk.open_store(dataclasses.replace(CONFIG, caller_words=2), opened_device) as store:
         expected = ControlBuffers(store, batch=4, width=1)
         for interrupted, others in ((second, words[id(second)]), (few, words[id(few)]), (first, words[id(second)])):
             for then, given in ((first, words[id(first)]), (second, words[id(second)]), (first, None)):
