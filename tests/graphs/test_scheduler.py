@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import pagedkv as pk
 from pagedkv.graphs import Output, PromptLookup, Request, Sampling, Scheduler, Unit
+from pagedkv.tools import command
+from pagedkv.tools.fuzz import scheduler_walk
+from pagedkv.tools.fuzz.scheduler_walk import fuzz_scheduler
 from tests.toy_model import ToyModel, opened_store, prompt
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
@@ -317,3 +321,24 @@ def test_a_scheduler_refuses_a_step_without_room_for_a_prompt() -> None:
             Scheduler(store, SeededModel(store), step_tokens=19)
         with pytest.raises(pk.MisuseError, match="a request that submit"):
             Scheduler(store, SeededModel(store)).cancel(object())  # type: ignore[arg-type]
+
+
+# ---- random histories --------------------------------------------------------------------------------
+@pytest.mark.parametrize("operations", [6_000, pytest.param(200_000, marks=pytest.mark.long)])
+def test_random_histories_give_each_request_its_own_text(seed: int, operations: int) -> None:
+    """Others in the store, cancels, n, stops, words, seeds, drafts, growth, and a hook that fails; no page is lost."""
+    counts = fuzz_scheduler(seed, operations)
+    assert min(counts[f"scheduler {what}"] for what in (
+        "steps that failed", "cancel", "others", "refusals", "tokens", "submit", "step")) > 0
+
+
+def test_a_history_that_differs_is_a_finding_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1; the text names the output and the seed of the round."""
+    monkeypatch.setattr(scheduler_walk.SchedulerWalk, "_compare", _refuse)
+    result = CliRunner().invoke(command.main, ["fuzz", "--scheduler", "--events", "400", "--seed", "5"])
+    assert result.exit_code == 1
+    assert "another text; in the scheduler round of seed 5000015" in result.stdout
+
+
+def _refuse(*_: object) -> None:
+    raise AssertionError("another text")

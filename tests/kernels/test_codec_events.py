@@ -217,7 +217,7 @@ def test_replayed_units_count_and_warm_up_and_copies_do_not(device: Device, prof
     with opened_store(GEOMETRY, profile=profile, max_context=256, concurrency=4, device=device, codec_events=True,
                       sanitizer=True, backend=pk.MTPBackend(draft_window=2)) as store:
         of_a_token = GROUPS_OF_A_TOKEN[profile] * GEOMETRY.layers * GEOMETRY.kv_heads
-        loop = DecodeLoop(store, ZeroModel())
+        loop = DecodeLoop(store, ZeroModel(), drives_backend=True)
 
         def zeros(tokens: int) -> dict[str, dict[str, int]]:
             none = dict.fromkeys(CODEC_EVENTS, 0)

@@ -24,6 +24,7 @@ from pagedkv.tools.console import EXIT_FINDING, device_choice, json_option, posi
 from pagedkv.tools.fuzz.events import Event, EventDrawer, WalkShape, draw_shape
 from pagedkv.tools.fuzz.faulty_device import FaultyDevice, InjectedFault
 from pagedkv.tools.fuzz.finding import Finding, FuzzFound, shortest
+from pagedkv.tools.fuzz.scheduler_walk import fuzz_scheduler
 from pagedkv.tools.fuzz.walk import Walk
 
 EVENTS_A_ROUND = 250
@@ -39,19 +40,32 @@ FINDINGS = (AssertionError, pk.PagedKVError, ArithmeticError, AttributeError, Lo
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all random choices.")
 @click.option("--events", type=positive, default=50_000, show_default=True, help="Number of events, in all rounds.")
 @click.option("--device", type=device_choice, default="cpu", show_default=True)
+@click.option("--scheduler", "is_scheduler", is_flag=True, help="Walk a scheduler and its requests, not the store.")
 @json_option
-def command(seed: int, events: int, device: str, as_json: bool) -> None:
+def command(seed: int, events: int, device: str, is_scheduler: bool, as_json: bool) -> None:
     """Walk a store at random beside a model of the contract.
 
     After every event everything that the store shows is compared. A difference is a finding: exit code 1, with seed,
-    event and the shortest history that shows it.
+    event and the shortest history that shows it. With --scheduler requests come, end and are cancelled at random; each
+    text is compared with that of its request alone, and a finding names the seed of its round.
     """
     start = time.perf_counter()
+
+    def progress(done: int) -> None:
+        progress_line(f"{done} of {events} events")
+
     try:
-        counts = fuzz(seed, events, device=device, progress=lambda done: progress_line(f"{done} of {events} events"))
+        counts = (fuzz_scheduler if is_scheduler else fuzz)(seed, events, device=device, progress=progress)
     except FuzzFound as error:
         progress_line("")
         click.echo(dumps(error.finding.as_json()) if as_json else str(error.finding))
+        sys.exit(EXIT_FINDING)
+    except FINDINGS as error:
+        if not is_scheduler:
+            raise
+        progress_line("")
+        text = "; ".join([_message(error), *getattr(error, "__notes__", ())])
+        click.echo(dumps({"schema": 1, "seed": seed, "finding": text}) if as_json else text)
         sys.exit(EXIT_FINDING)
     progress_line("")
     if as_json:
