@@ -214,7 +214,7 @@ class DecodeLoop:
         self.statistics = LoopStatistics()
         self._draft = draft
         self._draft_tokens = draft_tokens
-        self._texts = Texts(store.config.max_concurrency, store.config.max_context)
+        self._texts = None if draft is None else Texts(store.config.max_concurrency, store.config.max_context)
         self._before_replay = before_replay
         self._outputs = no_outputs(store.config.max_concurrency, store.config.caller_words)
         self._graphs_by_shape: dict[tuple[pk.Route, int, int], UnitGraph] = {}
@@ -395,10 +395,10 @@ class DecodeLoop:
             chosen = self._extend_leases(chosen)
         if chosen.batch is not None:
             of_step = Stops(stops, stops | chosen.own_stops if chosen.own_stops else stops)
-            if self._draft is None:
+            if self._draft is None or self._texts is None:
                 self._decode(chosen, of_step)
             else:
-                self._speculate(chosen, chosen.batch, of_step, self._draft)
+                self._speculate(chosen, chosen.batch, of_step, self._draft, self._texts)
         return chosen
 
     def _hand_over(self, chosen: _Chosen) -> StepTokens:
@@ -494,11 +494,11 @@ class DecodeLoop:
         self.statistics.decode_steps += 1
         self.statistics.decode_driver_calls += self.store.device.driver_calls - calls_before
 
-    def _speculate(self, chosen: _Chosen, batch: pk.Batch, stops: Stops, draft: Draft) -> None:
+    def _speculate(self, chosen: _Chosen, batch: pk.Batch, stops: Stops, draft: Draft, texts: Texts) -> None:
         """Run a verify unit of what the draft proposes, or a decode unit if it proposes nothing.  (C13.1, C13.3)"""
         outputs, graph = self._outputs, chosen.graph
         last_tokens, lengths = outputs.last_tokens[batch.rows], outputs.lengths[batch.rows]
-        proposals = self._proposals(draft, batch, last_tokens, lengths)
+        proposals = self._proposals(draft, texts.of(batch, lengths, last_tokens), batch, lengths)
         columns = 1 + np.count_nonzero(proposals >= 0, axis=1).astype(np.int32)
         width = 1 + proposals.shape[1]
         if width > 1:
@@ -520,7 +520,7 @@ class DecodeLoop:
             else:
                 sampled, trimmed = self._run(graph, batch, 1, tokens, chosen.words).reshape(-1, 1), 0
                 counts = columns
-            self._texts.append(batch.rows, lengths, sampled, counts)
+            texts.append(batch.rows, lengths, sampled, counts)
             self._outputs, self._pending = outputs.with_accepted(batch, sampled, counts, stops), None
         except BaseException as error:
             self._recover_after(error)
@@ -534,7 +534,7 @@ class DecodeLoop:
         statistics.trims += trimmed > 0
         statistics.trimmed_pages += trimmed
 
-    def _proposals(self, draft: Draft, batch: pk.Batch, last_tokens: Int32, lengths: Int32) -> Int32:
+    def _proposals(self, draft: Draft, texts: Int32, batch: pk.Batch, lengths: Int32) -> Int32:
         """Return what the draft proposes, (b, draft_tokens) or (b, 0) if it proposes nothing; -1 behind each proposal.
 
         A row gets no more than its tokens left and its lease cover (C9.2).
@@ -545,7 +545,6 @@ class DecodeLoop:
         nothing = np.empty((len(batch), 0), np.int32)
         if not (most > 0).any():
             return nothing
-        texts = self._texts.of(batch, lengths, last_tokens)
         given = draft.propose(texts, lengths, most)
         is_array = type(given) is np.ndarray and given.dtype == np.int32 and given.ndim == 2
         if not is_array or given.shape[0] != len(batch) or given.shape[1] > self._draft_tokens:
@@ -657,7 +656,7 @@ class DecodeLoop:
 
     def _with_text(self, sequence: pk.Sequence, prompt: Prefill) -> tuple[int, int]:
         """Add a prompt to what is known of a sequence's text, for the draft; return its start and its length."""
-        if self._draft is None:
+        if self._texts is None:
             return 0, 0
         row, start = sequence.row, prompt.start
         if self._outputs.knows(sequence):
