@@ -83,7 +83,8 @@ class LoopStatistics:
 
     `decode_driver_calls` counts the device calls of decode steps: publication, replay and wait.  It does not count the
     capture of a new shape, nor what the caller does between two steps.  `accepted_tokens` are those of
-    `proposed_tokens` that became text.  `trims` counts verify units that gave back pages, `trimmed_pages` these.
+    `proposed_tokens` that became text.  `trims` counts the units after which pages went back to a
+    reservation, and `trimmed_pages` counts these pages.
     """
 
     decode_steps: int = 0
@@ -193,8 +194,8 @@ class DecodeLoop:
         if len(store.config.pools) > 1 and drives_backend is not True:
             raise pk.MisuseError("a decode loop", expected="a store without a backend", clause="C13.1",
                                  got=f"one with pools {[pool.name for pool in store.config.pools]}",
-                                 remedy="open the store without a backend, or pass drives_backend=True and write its "
-                                        "pools yourself")
+                                 remedy="open the store without a backend; if you write its pools yourself, make a "
+                                        "DecodeLoop with drives_backend=True")
         if not (draft is None or pk.checks.has_method(draft, "propose")) or not (
             before_replay is None or callable(before_replay)
         ):
@@ -545,6 +546,7 @@ class DecodeLoop:
         nothing = np.empty((len(batch), 0), np.int32)
         if not (most > 0).any():
             return nothing
+        lengths.flags.writeable = most.flags.writeable = False
         given = draft.propose(texts, lengths, most)
         is_array = type(given) is np.ndarray and given.dtype == np.int32 and given.ndim == 2
         if not is_array or given.shape[0] != len(batch) or given.shape[1] > self._draft_tokens:

@@ -31,9 +31,9 @@ class Draft(Protocol):
         """Propose the tokens that follow the text of each row.
 
         Args:
-            texts: (b, T) int32, read-only: row i is `texts[i, :lengths[i]]`; what lies behind is undefined.
+            texts: (b, T) int32: row i is `texts[i, :lengths[i]]`; what lies behind is undefined.
             lengths: (b,) int32, at least 1.
-            most: (b,) int32, most tokens of each proposal; the greatest of them is at most `draft_tokens`.
+            most: (b,) int32, 0 to `draft_tokens`: most tokens of each proposal.  All three are read-only.
 
         Returns:
             (b, K) int32, K to `draft_tokens`: the proposal of each row, then -1 in the rest.  What exceeds `most` is

@@ -426,7 +426,7 @@ class Scheduler:
             raise
 
     def step(self) -> SchedulerStep:
-        """Admit, write pieces of prompts, and decode one token of every output that runs.
+        """Admit, write pieces of prompts, and decode one token of every output that runs; with a draft one or more.
 
         Without any request it does nothing.  After an interrupt the tokens that the caller has not got come with the
         answer of the next step.

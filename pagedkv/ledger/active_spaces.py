@@ -56,6 +56,9 @@ RowIndex = slice | npt.NDArray[np.int64]
 UNMAPPED = -1
 """A table entry that names no page group."""
 
+FAR_COLUMNS = 8
+"""After a unit of so few columns in all its rows, no row crosses a page for 8 steps on average (P = 64)."""
+
 _ZERO = np.zeros((), np.int32)
 _PAGE_TOKENS = np.full((), PAGE_TOKENS, np.int32)
 _PAGE_MASK = np.full((), PAGE_MASK, np.int32)
@@ -488,7 +491,9 @@ class ActiveSpaces:
     def _note_mapped_left(self) -> None:
         """Note how far the rows of the last unit are from their next page, if that saves more than it takes."""
         entry = self._last_entry
-        if self._is_repeated and not self._is_ragged and entry is not None and entry.is_far:
+        if entry is None or not self._is_repeated or self._is_ragged:
+            return
+        if entry.width * entry.by_entry.size <= FAR_COLUMNS:
             self._mapped_left = self._least_left(self.mapped_end, entry)
 
     def _least_left(self, ends: Tokens, entry: EntryColumns) -> int:

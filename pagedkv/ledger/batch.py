@@ -25,8 +25,6 @@ from pagedkv.values.checks import checked_counts
 Columns = int | SequenceOf[int] | npt.NDArray[np.integer[Any]]
 """Columns of each batch entry: one number for all, or one per entry."""
 
-FAR_COLUMNS = 8
-
 FEW = 8
 """So few handles are read one by one."""
 
@@ -38,7 +36,7 @@ class EntryColumns(NamedTuple):
     """Columns in one pool: `by_entry` (B,) int32 in batch order, `by_row` (C,) int32, 0 in rows not selected.
 
     `width` is the most columns of an entry, `rows` the index of the batch, and `is_uniform` says that all entries
-    write the same number.  `is_far`: so few columns that on average no row crosses a page for 8 steps (P = 64).
+    write the same number.
     """
 
     by_entry: npt.NDArray[np.int32]
@@ -46,7 +44,6 @@ class EntryColumns(NamedTuple):
     width: int
     rows: slice | npt.NDArray[np.int64]
     is_uniform: bool
-    is_far: bool
 
 
 @dataclass(eq=False)

@@ -2,8 +2,8 @@
 
     kind          the page groups ...                                            row
     materialize   became members (also the copied tail of a checkpoint)          the row, None for a checkpoint
-    publish       were written to the device table: new slices, or the whole     the row
-                  membership of an activation
+    publish       have their entries in the device table: new slices, or the     the row
+                  whole membership of an activation
     trim          returned to the reservation of the same space                  the row
     release       became available, because nobody references them any more      the row, None for a continuation
     demote        left the Device for the Host      \\  nothing emits these yet:

@@ -29,7 +29,6 @@ import numpy as np
 from pagedkv.errors import MisuseError, shown
 from pagedkv.ledger.active_spaces import ActiveSpaces, TableSlices, Tokens
 from pagedkv.ledger.batch import (
-    FAR_COLUMNS,
     Batch,
     Columns,
     EntryColumns,
@@ -527,13 +526,12 @@ class Ledger:
             by_row = np.zeros(spaces.committed_end.size, np.int32)  # `zeros_like` takes 0.7 us
             by_row[batch.index] = columns
             by_row.flags.writeable = False
-            batch.by_width[columns] = entry = EntryColumns(uniform, by_row, columns, batch.index, True,
-                                                              0 < count * columns <= FAR_COLUMNS)
+            batch.by_width[columns] = entry = EntryColumns(uniform, by_row, columns, batch.index, True)
             return entry
         counts = column_counts(f"columns of a unit in pool {pool}", len(batch), columns)
         by_row = spaces.by_row(batch.index, counts)
         counts.flags.writeable = by_row.flags.writeable = False  # a caller sees them, and `commit_unit` compares
-        return EntryColumns(counts, by_row, highest(counts), batch.index, False, False)
+        return EntryColumns(counts, by_row, highest(counts), batch.index, False)
 
     def _accepted(self, unit: Submission, pool: str, columns: Columns) -> Tokens:
         """Return accepted columns as (B,) int32; refuse more than the unit wrote.  (C9.5)"""

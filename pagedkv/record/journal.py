@@ -36,6 +36,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from io import FileIO
+from itertools import chain
 from json import JSONEncoder
 from os import PathLike
 from pathlib import Path
@@ -332,10 +333,5 @@ class JournalRecorder:
 
     def _state(self) -> bytes:
         """Return the state as the last part of a line, and note its counters."""
-        self._counts = []
-        counts: list[int] = []
-        for pool in self._pools:
-            allocated, reserved = pool.allocated, pool.reserved
-            self._counts.append((pool, allocated, reserved))
-            counts += (allocated, reserved, pool.capacity - allocated - reserved)
-        return self._state_form % tuple(counts)
+        self._counts = [(pool, pool.allocated, pool.reserved) for pool in self._pools]
+        return self._state_form % tuple(chain.from_iterable(self._words.state().values()))

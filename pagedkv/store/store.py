@@ -794,7 +794,7 @@ class Store:
 
     @property
     def published_slices(self) -> int:
-        """Table slices copied to the device so far.  (C11.2)"""
+        """Slices of new pages that were published so far, most of them ahead, with a window.  (C11.2)"""
         self._access.write_journal()
         return self._actions.published_slices
 
@@ -852,7 +852,7 @@ class Store:
         """Return, per pool and kind of event, pages and bytes so far; a latched store answers too.  (C3.11)
 
         Events count whether or not anybody observes them.  Bytes are the sizes of the page groups in all planes, also
-        for "publish", which copies only their table entries.
+        for "publish", which concerns only their table entries.
         """
         self._access.write_journal()
         counts: dict[str, dict[str, dict[str, int]]] = {}

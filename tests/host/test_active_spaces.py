@@ -59,7 +59,7 @@ def written(mapped_tokens: int, committed: int, **options: int) -> ActiveSpaces:
 
 def every_row(columns: Tokens) -> EntryColumns:
     """Return the columns of a unit that selects every row."""
-    return EntryColumns(columns, columns, int(columns.max()), slice(0, columns.size), False, False)
+    return EntryColumns(columns, columns, int(columns.max()), slice(0, columns.size), False)
 
 
 def map_to(spaces: ActiveSpaces, *tokens: int) -> TableSlices | None:

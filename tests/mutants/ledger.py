@@ -281,7 +281,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C6.5", "a unit does not move the end of its window nearer", "ledger/active_spaces.py",
            "self._ready_left -= entry.width", GONE, "host/test_units.py -k steps_of_one_batch"),
     Mutant("C11.2", "a batch is far from a page that S ends", "ledger/active_spaces.py:_note_mapped_left",
-           "not self._is_ragged", "True", "host/test_active_spaces.py"),
+           "or self._is_ragged", "", "host/test_active_spaces.py"),
     Mutant("C9.3", "a unit that is wide crosses one page", "ledger/ledger.py",
            "is_ready and entry.width <= PAGE_TOKENS", "is_ready", ("host/test_active_spaces.py", FUZZ)),
     Mutant("C9.3", "a count of 65 crosses one page", "ledger/ledger.py:_entry_columns",
