@@ -39,6 +39,7 @@ from pagedkv.errors import (
 )
 from pagedkv.ledger.batch import Batch
 from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation
+from pagedkv.ledger.demotions import ReleasePlan
 from pagedkv.ledger.events import PageEvent, PageObserver
 from pagedkv.ledger.inspect import ContinuationInspection, PoolInspection, SpaceInspection, StoreInspection
 from pagedkv.ledger.ledger import Ledger
@@ -47,6 +48,7 @@ from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, PoolPla
 from pagedkv.ledger.units import Submission
 from pagedkv.ops.modules import shipped_modules
 from pagedkv.ops.ops import Ops
+from pagedkv.ops.page_moves import PlaneTable
 from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
 from pagedkv.record.replay import JournalDifference, ReplayReport, replay_journal
 from pagedkv.store.opening import open_store
@@ -110,11 +112,13 @@ __all__ = [
     "PagedKVBatchLayerView",
     "PagedKVError",
     "PagedKVLayerView",
+    "PlaneTable",
     "PoolConfig",
     "PoolInspection",
     "PoolPlan",
     "Profile",
     "Refusal",
+    "ReleasePlan",
     "ReplayReport",
     "Route",
     "Sequence",

@@ -168,6 +168,6 @@ def test_a_store_that_cannot_be_built_closes_its_journal(tmp_path: Path, monkeyp
     with pytest.raises(MemoryError, match="slabs"):
         pk.open_store(CONFIG, device="cpu", journal=tmp_path / "run.jsonl")
     assert len(closed) == 1
-    assert (tmp_path / "run.jsonl").read_text(encoding="utf-8").startswith('{"schema":4,')
+    assert (tmp_path / "run.jsonl").read_text(encoding="utf-8").startswith('{"schema":5,')
     with pytest.raises(pk.MisuseError, match="a journal was refused"):
         pk.open_store(CONFIG, device="cpu", journal=tmp_path / "absent" / "run.jsonl")

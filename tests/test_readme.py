@@ -54,6 +54,13 @@ def test_the_scheduler_serves_requests(tmp_path: Path) -> None:
     """The example runs behind the model of the first one."""
     model = BLOCKS[0].partition("with pk.open_store")[0]
 
+    assert printed(f"{model}\n{BLOCKS[3]}", tmp_path) == [comment_of(BLOCKS[3], "print(")]
+
+
+def test_pages_go_to_the_host_and_come_back(tmp_path: Path) -> None:
+    """The example runs behind the model of the first one."""
+    model = BLOCKS[0].partition("with pk.open_store")[0]
+
     assert printed(f"{model}\n{BLOCKS[2]}", tmp_path) == [comment_of(BLOCKS[2], "print(")]
 
 
@@ -61,15 +68,15 @@ def test_the_own_loop_ends_at_the_end_of_the_reserved_pages(tmp_path: Path) -> N
     """The loop runs a prompt and nine units of three accepted tokens."""
     imports = BLOCKS[0].splitlines()[0]
 
-    assert printed(f"{imports}\n{BLOCKS[3]}", tmp_path) == [comment_of(BLOCKS[3], "print(")]
+    assert printed(f"{imports}\n{BLOCKS[4]}", tmp_path) == [comment_of(BLOCKS[4], "print(")]
 
 
 def test_the_last_example_prints_its_comments(tmp_path: Path) -> None:
     """An event, the counters, and a journal that can be replayed."""
-    event, counts = printed(BLOCKS[4], tmp_path)
+    event, counts = printed(BLOCKS[5], tmp_path)
 
-    assert event == comment_of(BLOCKS[4], "store.trim(")
-    assert comment_of(BLOCKS[4], "print(") == f"{counts}, observed or not"
+    assert event == comment_of(BLOCKS[5], "store.trim(")
+    assert comment_of(BLOCKS[5], "print(") == f"{counts}, observed or not"
     with (tmp_path / "run.jsonl").open(encoding="utf-8") as lines:
         assert pk.replay_journal(lines).difference is None
 

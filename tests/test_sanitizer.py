@@ -14,8 +14,6 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import DecodeLoop
 from pagedkv.store.sanitizer import GUARD_BYTE, Sanitizer, unwritten_word
-from pagedkv.transfer.engine import TransferEngine
-from pagedkv.transfer.mover import PageMover
 from pagedkv.values.planes import plane_inventory
 from tests.bf16 import bf16_from_f32
 from tests.placement import shuffle_placement
@@ -26,11 +24,13 @@ Bits = npt.NDArray[np.uint16]
 
 
 def opened(
-    profile: str = "bf16", *, sanitizer: bool = True, backend: pk.DraftFullBackend | None = None
+    profile: str = "bf16", *, sanitizer: bool = True, backend: pk.DraftFullBackend | None = None,
+    host_arena_bytes: int = 0,
 ) -> AbstractContextManager[pk.Store]:
     """Open a store of two rows and scattered pages; "draft" is a head-major BF16 pool."""
     config = pk.StoreConfig(GEOMETRY, profile=profile, max_context=256, max_concurrency=2, backend=backend,
-                            kv_capacity=pk.ExplicitCapacity(512), sanitizer=sanitizer)
+                            kv_capacity=pk.ExplicitCapacity(512), sanitizer=sanitizer,
+                            host_arena_bytes=host_arena_bytes)
     store = pk.open_store(config, device="cpu")
     shuffle_placement(store, seed=3)
     return store
@@ -291,65 +291,51 @@ def test_a_fingerprint_sees_one_bit_in_every_plane(pooled: tuple[pk.Store, str])
     assert (bad.value.page_id, bad.value.role) == (int(pages[0]), role)
 
 
-def engine_of(store: pk.Store) -> TransferEngine:
-    assert store.sanitizer is not None
-    planes = {pool.name: planes_of(store, pool.name) for pool in store.config.pools}
-    mover = PageMover(store.device, store.ops, store.stream, planes)
-    return TransferEngine(mover, fingerprints=store.sanitizer.fingerprints)
-
-
 @pytest.mark.deferred
-@pytest.mark.parametrize("is_ordered", [False, True])
-@pytest.mark.parametrize("direction", ["d2h", "h2d", "d2d"])
+@pytest.mark.parametrize("broken", [None, "record", "copy", "restored"])
 @pytest.mark.parametrize(("profile", "pool", "backend"), [POOLS[4], POOLS[5]])
-def test_a_transfer_publishes_what_it_was_given(
-    profile: str, pool: str, backend: pk.DraftFullBackend | None, direction: Any, is_ordered: bool
+def test_what_goes_to_the_host_is_compared_there_and_when_it_comes_back(
+    profile: str, pool: str, backend: pk.DraftFullBackend | None, broken: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C7.4, C13.2: equal bytes pass, whatever becomes of columns that are not committed; one bit stops the store.
+    """C7.4, C13.2: equal bytes pass, whatever becomes of columns that are not committed; one bit stops the store."""
+    with opened(profile, backend=backend, host_arena_bytes=1 << 22) as store:
+        source = written(store, 100)
+        if pool != "main":
+            unit = store.begin_unit(store.batch([source]), {pool: 100})
+            write(store, source.row, 0, 100, pool)
+            store.wait(unit)
+            store.commit(unit)
+        kept = store.finish(source, retain=True, state="state")
+        assert kept is not None
+        copies: Any = store._copies
+        arena, verify = copies._arena, copies.verify
 
-    Columns of another form, and no extent, are refused: nothing was queued and the transfer is still planned.
-    """
-    for is_broken in (False, True):
-        with opened(profile, backend=backend) as store:
-            engine, spaces = engine_of(store), store._ledger.active[pool]
-            source, target = written(store, 100, pool), written(store, 100, pool, seed=5)
-            here, there = (np.array(store.page_ids(row, pool), np.int32) for row in (source, target))
-            extent = store.device.pinned((engine.mover.packed_bytes(pool, 2),), np.uint8)
-            extent[:] = 7
-            pages, columns = np.array([1, 0], np.int32), np.array([64, 36], np.int32)
-            sides = {"d2h": (here, pages), "h2d": (pages, there), "d2d": (here, there)}[direction]
-            transfer = engine.ledger.plan(direction, pool, spaces.pages, spaces.members[source.row, :2], *sides,
-                                          host_pages=0 if direction == "d2d" else 2)
-            host, before = None if direction == "d2d" else extent, store.device.driver_calls
-            for wrong in ([64], [64, 65], [-1, 0]):
-                with pytest.raises(pk.MisuseError, match="committed columns of transfer"):
-                    engine.submit(transfer, host, columns=np.array(wrong, np.int32))
-            if host is not None:
-                with pytest.raises(pk.MisuseError, match="a host extent of"):
-                    engine.submit(transfer, None)
-            assert (store.device.driver_calls, transfer.state) == (before, "planned")
-            with pytest.raises(pk.MisuseError, match="publish of transfer"):
-                engine.publish(transfer)
-            assert engine.submit(transfer, host, columns=columns)
-            if direction == "d2h" or not is_ordered:
-                engine.wait(transfer)
+        def flip_before(job: Any) -> None:
+            for direction, copy in job.copies:
+                offset = int(copy.places[0]) * 256 + (0 if broken else -1)
+                if direction == "d2h" and broken == "copy":
+                    arena[offset] ^= 1
+                if direction == "h2d" and broken == "restored":
+                    plane, geometry = planes_of(store, copy.pool)[0]
+                    flip(store, plane, geometry, int(copy.page_ids[0]), 0, 0)
+            verify(job)
+
+        monkeypatch.setattr(copies, "verify", flip_before)
+        if broken == "copy":
+            with pytest.raises(pk.Corruption, match="the copy on the Host of page"):
+                store.demote(kept)
+        else:
+            store.demote(kept)
+            if broken == "record":
+                arena[int(store.inspect().pools[pool].host.max()) * 256] ^= 1
+                with pytest.raises(pk.Corruption, match="the restored copy of page"):
+                    store.activate(source=kept, prompt_tokens=1, output_tokens=0)
+            elif broken == "restored":
+                with pytest.raises(pk.Corruption, match="the restored copy of page"):
+                    store.activate(source=kept, prompt_tokens=1, output_tokens=0)
             else:
-                engine.order_before(transfer, store.stream)
-            plane, geometry = planes_of(store, pool)[0]
-            if direction == "d2h":
-                extent[-1] ^= 1  # the last plane's last row: of page 1 of the extent, which counts whole
-                extent[-1] ^= not is_broken
-            else:
-                flip(store, plane, geometry, int(there[1]), 1, 35 if is_broken else 36)
-            if is_broken:
-                with pytest.raises(pk.Corruption, match=f"publish of transfer {direction}"):
-                    engine.publish(transfer)
-                assert isinstance(store.evidence, pk.Corruption)
-                engine.wait(transfer)
-                assert engine.abort(transfer)
-            else:
-                engine.publish(transfer)
-            assert (engine.ledger.counters.published, spaces.pages.pins_total) == (int(not is_broken), 0)
+                store.activate(source=kept, prompt_tokens=1, output_tokens=0)
+        assert isinstance(store.evidence, pk.Corruption) == (broken is not None)
 
 
 @pytest.mark.parametrize("profile", pk.PROFILES)

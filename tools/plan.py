@@ -49,6 +49,8 @@ _DRAFT = re.compile(rf"(?:draft|dflash full):{_COUNT}x{_COUNT}x{_COUNT}x{_COUNT}
 @click.option("--device", type=device_choice, default="auto", show_default=True)
 @click.option("--backend", help="ordinary, mtp:K, mtp:K:LAYERS, or draft:LAYERSxQUERY_HEADSxKV_HEADSxHEAD_DIM.")
 @click.option("--host-arena", "host_arena_bytes", type=byte_count, default=0, help="Pinned host memory for replicas.")
+@click.option("--retained-tokens", type=click.IntRange(min=0), default=0,
+              help="Room for continuations beyond what all rows can use.")  # fmt: skip
 @click.option("--state-per-lane", "state_bytes_per_lane", type=byte_count, default=0,
               help="Your own device memory for each lane.")  # fmt: skip
 @click.option("--state-fixed", "state_bytes_fixed", type=byte_count, default=0, help="Your own device memory, once.")
@@ -165,7 +167,7 @@ def _table(plan: pk.CapacityPlan, same_plan: str) -> list[str]:
     ]  # fmt: skip
     if plan.host_arena_bytes:
         extent = ", ".join(f"{pages} pages of {pool}" for pool, pages in plan.host_pages.items())
-        lines += ["", *_rows("host", {"pinned arena": plan.host_arena_bytes}), f"one extent holds at most {extent}"]
+        lines += ["", *_rows("host", {"pinned arena": plan.host_arena_bytes}), f"it holds at most {extent}"]
     if plan.is_clamped:
         lines += ["", f"memory is the limit: every lane at its ceiling takes {plan.bytes_max - plan.bytes} bytes more"]
     return [*lines, "", f"the same plan: {same_plan}"]

@@ -2,8 +2,8 @@
 //
 //   kernel          grid                        block   shared bytes   called from
 //   fill_pages      (listed pages, heads, 1)    128     0              ops.zero_pages, ops.fill_pages, once per plane
-//   pack_pages      (listed pages, heads, 1)    128     0              ops.pack_pages, once per plane
-//   unpack_pages    (listed pages, heads, 1)    128     0              ops.unpack_pages, once per plane
+//   pack_pages      (listed pages, planes, 1)   128     0              ops.pack_pages
+//   unpack_pages    (listed pages, planes, 1)   128     0              ops.unpack_pages
 //   copy_columns    (heads, 1, 1)               128     0              ops.copy_columns, once per plane
 //   set_entries     (ceil(count / 256), 1, 1)   256     0              the store, through ops.page_moves
 //   bf16_from_f32   (ceil(count / 256), 1, 1)   256     0              ops.bf16_from_f32
@@ -24,6 +24,33 @@ __device__ __forceinline__ void copy_words(uint8_t* target, const uint8_t* sourc
     for (int32_t at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) store16(target + at, load16(source + at));
 }
 
+// One plane of a table of planes, as ops.plane_table writes it.
+struct PlaneWords {
+    int64_t address;
+    int64_t head_bytes;    // from one head of a page to the next
+    int64_t page_bytes;    // from one page of a head to the next
+    int64_t heads;
+    int64_t block_bytes;   // of one head of a page, a multiple of 16
+    int64_t record_bytes;  // where the plane's payload begins in a record; there its heads follow each other
+};
+
+// Copies one page of one plane between the plane and a record.  is_packing: into the record.
+template <bool is_packing>
+__device__ __forceinline__ void move_page(uint8_t* record, const PlaneWords* plane, int32_t page) {
+    uint8_t* payload = record + plane->record_bytes;
+    uint8_t* base = reinterpret_cast<uint8_t*>(plane->address) + page * plane->page_bytes;
+    const int32_t block_words = static_cast<int32_t>(plane->block_bytes >> 4);
+    const int32_t words = static_cast<int32_t>(plane->heads) * block_words;
+    const int64_t head_bytes = plane->head_bytes;
+    for (int32_t word = threadIdx.x; word < words; word += blockDim.x) {
+        const int32_t head = word / block_words;
+        uint8_t* inside = base + head * head_bytes + static_cast<int64_t>(word - head * block_words) * 16;
+        uint8_t* outside = payload + static_cast<int64_t>(word) * 16;
+        if (is_packing) store16(outside, load16(inside));
+        else store16(inside, load16(outside));
+    }
+}
+
 }  // namespace pagedkv
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
@@ -38,26 +65,21 @@ extern "C" __global__ void fill_pages(uint8_t* plane, const int32_t* __restrict_
 }
 PK_EXPORT(fill_pages)
 
-// Gathers the listed pages of one plane: listed page i becomes page i of `packed`, which has its own strides.
-// page_ids: (gridDim.x,); block_bytes: bytes of one (page, head).  The two planes do not overlap.
-extern "C" __global__ void pack_pages(uint8_t* packed, const uint8_t* __restrict__ plane,
-                                      const int32_t* __restrict__ page_ids, int64_t packed_head_bytes,
-                                      int64_t packed_page_bytes, int64_t head_bytes, int64_t page_bytes,
-                                      int32_t block_bytes) {
-    uint8_t* target = packed + blockIdx.x * packed_page_bytes + blockIdx.y * packed_head_bytes;
-    const uint8_t* source = plane + page_ids[blockIdx.x] * page_bytes + blockIdx.y * head_bytes;
-    pagedkv::copy_words(target, source, block_bytes);
+// Gathers the listed pages of every plane: listed page i becomes record i.  planes: (gridDim.y,); page_ids:
+// (gridDim.x,).  Records and planes do not overlap.
+extern "C" __global__ void pack_pages(uint8_t* records, const int64_t* __restrict__ planes,
+                                      const int32_t* __restrict__ page_ids, int64_t record_bytes) {
+    const pagedkv::PlaneWords* plane = reinterpret_cast<const pagedkv::PlaneWords*>(planes) + blockIdx.y;
+    pagedkv::move_page<true>(records + blockIdx.x * record_bytes, plane, page_ids[blockIdx.x]);
 }
 PK_EXPORT(pack_pages)
 
-// Scatters packed pages: page i of `packed` becomes listed page i of the plane.  The reverse of pack_pages.
-extern "C" __global__ void unpack_pages(uint8_t* plane, const uint8_t* __restrict__ packed,
-                                        const int32_t* __restrict__ page_ids, int64_t packed_head_bytes,
-                                        int64_t packed_page_bytes, int64_t head_bytes, int64_t page_bytes,
-                                        int32_t block_bytes) {
-    const uint8_t* source = packed + blockIdx.x * packed_page_bytes + blockIdx.y * packed_head_bytes;
-    uint8_t* target = plane + page_ids[blockIdx.x] * page_bytes + blockIdx.y * head_bytes;
-    pagedkv::copy_words(target, source, block_bytes);
+// Scatters records: record i becomes listed page i of every plane.  The reverse of pack_pages.
+extern "C" __global__ void unpack_pages(const uint8_t* __restrict__ records, const int64_t* __restrict__ planes,
+                                        const int32_t* __restrict__ page_ids, int64_t record_bytes) {
+    const pagedkv::PlaneWords* plane = reinterpret_cast<const pagedkv::PlaneWords*>(planes) + blockIdx.y;
+    uint8_t* record = const_cast<uint8_t*>(records) + blockIdx.x * record_bytes;
+    pagedkv::move_page<false>(record, plane, page_ids[blockIdx.x]);
 }
 PK_EXPORT(unpack_pages)
 

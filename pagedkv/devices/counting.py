@@ -184,7 +184,8 @@ class CountingModule:
         return self
 
     def launch(
-        self, grid: Extent, block: Extent, arguments: Sequence[Any], stream: Stream, *, reads: Sequence[Any] = ()  # noqa: ARG002
+        self, grid: Extent, block: Extent, arguments: Sequence[Any], stream: Stream, *, reads: Sequence[Any] = (),  # noqa: ARG002
+        through: Sequence[Any] = (),  # noqa: ARG002
     ) -> None:
         """Count a launch."""
         self._device.driver_calls += 1

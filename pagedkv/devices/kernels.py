@@ -147,6 +147,7 @@ class Launch(NamedTuple):
         slots: 8 bytes per argument.
         keep: arrays whose memory the launch uses.
         reads: (address, bytes) of the declared pinned slices.
+        through: arrays that it reaches through addresses in memory.
     """
 
     grid: Extent
@@ -154,6 +155,7 @@ class Launch(NamedTuple):
     slots: bytes
     keep: tuple[Any, ...] = ()
     reads: tuple[tuple[int, int], ...] = ()
+    through: tuple[Any, ...] = ()
 
 
 class BaseKernel(ABC):
@@ -174,6 +176,7 @@ class BaseKernel(ABC):
         stream: Stream,
         *,
         reads: Sequence[npt.NDArray[Any]] = (),
+        through: Sequence[Any] = (),
     ) -> None:
         """Check and submit one launch; see `protocol.Kernel.launch`."""
         context, signature = self._context, self.signature
@@ -183,7 +186,11 @@ class BaseKernel(ABC):
         if not isinstance(reads, tuple | list):
             raise signature.refusal("reads= in a list or tuple", value_text(reads), "pass slices of pinned arrays")
         spans = tuple(signature.pinned_slice(item, context) for item in reads) if reads else ()
-        self._submit(Launch(grid, block, slots, keep, spans), own)
+        for array in through:
+            if context.address_of(array, is_read_only=False) is None:
+                raise signature.refusal("through= of C-contiguous device arrays", value_text(array),
+                                        "pass the arrays whose addresses the kernel reads")
+        self._submit(Launch(grid, block, slots, keep, spans, tuple(through)), own)
 
     @abstractmethod
     def _submit(self, launch: Launch, stream: Any) -> None:

@@ -151,6 +151,7 @@ class Kernel(Protocol):
         stream: Stream,
         *,
         reads: Sequence[npt.NDArray[Any]] = (),
+        through: Sequence[Array] = (),
     ) -> None:
         """Submit one launch.
 
@@ -161,6 +162,7 @@ class Kernel(Protocol):
                 exactly the parameter's type.  A Python number has no type and is refused.
             stream: the launch runs there.
             reads: pinned slices that the kernel reads, for checks of their re-use.
+            through: device arrays whose addresses the kernel reads in memory; it may read and write them.
 
         Raises:
             MisuseError: extents, argument count, kind or size, or an array that is not contiguous.  Nothing runs.

@@ -359,14 +359,24 @@ class ActiveSpaces:
         return slices.pages
 
     def require_truncate(self, row: int, tokens: int) -> None:
-        """Refuse a cut above the frontier, or of pages that another space references or a copy uses.  (C9.10, C7.4)"""
+        """Refuse a cut above the frontier, inside a page of several spaces, or of pages that a copy uses.
+
+        Whole pages behind the cut may belong to other spaces too.  Each leaves the entitlement, so a page that is
+        available must take its place.  (C9.10, C7.4)
+        """
         committed, what = self.committed_end.item(row), f"truncate of row {row} of pool {self.pool.name}"
         if not 0 <= tokens <= committed:
             raise MisuseError(what, expected=f"0 to {committed} tokens", got=shown(tokens),
                               remedy="truncate only lowers a committed frontier", clause="C9.10")
         cut = self.members[row, tokens >> PAGE_SHIFT : self.membership_pages(row)]
         self.pages.require_unpinned(what, cut)
-        self.pages.require_private(what, cut)
+        if tokens < committed and tokens & PAGE_MASK:
+            self.pages.require_private(what, cut[:1])
+        lost = self._pages_of_others(row, pages_for_tokens(tokens))
+        if lost > self.pool.available:
+            raise MisuseError(what, expected=f"{lost} available pages in place of those that other spaces hold too",
+                              got=self.pool.available, clause="C9.10",
+                              remedy="release something first, or finish it and activate a fork at the lower frontier")
 
     def truncate(self, row: int, tokens: int) -> None:
         """Lower the committed frontier to `tokens`, then trim; the caller has called `require_truncate`.  (C9.10)
@@ -374,10 +384,14 @@ class ActiveSpaces:
         If the cut lies inside a page, that page gets a new content epoch; an equal frontier only trims (C7.6).
         """
         first_cut = tokens >> PAGE_SHIFT
+        if self._pages_of_others(row, pages_for_tokens(tokens)):
+            self._leave_shared_pages(row, pages_for_tokens(tokens))
         self.pages.thaw(self.members[row, first_cut : self.shared_end.item(row) >> PAGE_SHIFT], row)
         self.shared_end[row] = min(self.shared_end.item(row), first_cut << PAGE_SHIFT)
         if tokens < self.committed_end[row] and tokens & PAGE_MASK:
             self.pages.renew_content(self.members[row, first_cut : first_cut + 1])
+        if self.pages.hosted and tokens < self.committed_end[row]:  # moved pages may have Host replicas
+            self.pages.free_records(self.members[row, first_cut : self.membership_pages(row)])
         self.committed_end[row] = tokens
         self._may_trail = True
         self.trim(slice(row, row + 1))
@@ -479,6 +493,30 @@ class ActiveSpaces:
         self.mapped_end[rows] = new_ends
         self.events.record_slices("materialize", slices, self.table)
         return slices
+
+    def _pages_of_others(self, row: int, first_block: int) -> int:
+        """Return how many pages of a row from a block on belong to other spaces too; they come before its own."""
+        immutable = self.members[row, first_block : self.shared_end.item(row) >> PAGE_SHIFT]
+        return int(np.count_nonzero(self.pages.references[immutable] > 1))
+
+    def _leave_shared_pages(self, row: int, first_block: int) -> None:
+        """Give up every page from a block on, and promise as many: some of them belong to other spaces.  (C9.10)"""
+        shared, mapped = self.shared_end.item(row) >> PAGE_SHIFT, self.membership_pages(row)
+        bound = self.bound_end.item(row) >> PAGE_SHIFT
+        own, table = self.members[row, shared:bound], self.table[row]
+        self.pool.release(table[shared:bound], leased=mapped - shared)
+        self.pages.recycle(own)
+        freed = self.pages.release_active(self.members[row, first_block:shared])
+        self.pool.release(freed, leased=freed.size)
+        granted = self.pool.try_reserve(bound - first_block)
+        assert granted, f"pool {self.pool.name} lacks pages in place of shared ones"
+        self.events.record("release", row, shared - freed.size, table[shared - freed.size : mapped])
+        self.events.record("publish", row, 0, table[:first_block])
+        table[first_block:bound] = UNMAPPED
+        self.members[row, first_block:bound] = -1
+        self.shared_end[row] = self.mapped_end[row] = self.bound_end[row] = first_block << PAGE_SHIFT
+        self._derive(row)
+        self._last_entry = None
 
     def margins_hold(self) -> bool:
         """Say whether every row of the last unit may still write what is noted as left."""

@@ -4,7 +4,7 @@ Each function computes the counters and the derived columns of the ledgers again
 AssertionError with both values, also under `python -O`.  `check_ledger` calls all of them; `Store.check` also compares
 the device tables.  Cost: linear in pages, so a check runs between units, never in a step.
 
-Invariants without a function: `transaction.py` refuses what would break 9; tests of views and kernels cover 14 and 15.
+Invariants without a function: tests of views and kernels cover 14 and 15.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def check_ledger(ledger: Ledger) -> None:
         check_1_one_replica_per_lease(spaces)
         check_2_planes_share_one_frontier(pool)
         check_3_one_id_for_all_planes(pool, spaces)
-        check_4_occupancy(spaces)
+        check_4_occupancy(ledger, spaces)
         check_5_identities_are_independent(spaces)
         check_6_frontiers(spaces)
         check_7_one_writer(spaces, kept)
         check_8_shared_pages_are_immutable(spaces, kept)
-        check_10_entitlement_is_reserved(spaces)
+        check_10_entitlement_is_reserved(ledger, spaces)
         check_12_rows(ledger, spaces)
+    check_9_replicas_are_valid(ledger)
     check_11_units_are_covered(ledger)
     check_13_pools_are_separate(ledger)
     check_16_states_are_complete(ledger)
@@ -45,7 +46,7 @@ def check_ledger(ledger: Ledger) -> None:
 
 def check_1_one_replica_per_lease(spaces: ActiveSpaces) -> None:
     """C16.1: a page group or a host page carries at most one logical page, and tables and descriptors agree."""
-    for what, column in (("page group", spaces.pages.device), ("host page", spaces.pages.host)):
+    for what, column in (("page group", spaces.pages.device), ("Host record", spaces.pages.host)):
         _demand(_are_distinct(column[column >= 0]), spaces, f"one {what} carries two logical pages")
     bound = spaces.columns_below(spaces.bound_end)
     page_ids = spaces.pages.device[spaces.members[bound]]
@@ -66,18 +67,26 @@ def check_3_one_id_for_all_planes(pool: PoolConfig, spaces: ActiveSpaces) -> Non
     _demand(spaces.table.max() < spaces.pool.capacity, spaces, "an id beyond the planes in the table")
 
 
-def check_4_occupancy(spaces: ActiveSpaces) -> None:
-    """C16.4, C6.2: leases + reservations + available = capacity, and the ids behind them add up (S31)."""
+def check_4_occupancy(ledger: Ledger, spaces: ActiveSpaces) -> None:
+    """C16.4, C6.2: leases + reservations + available = capacity, and the ids behind them add up (S31).
+
+    What a transaction that has not ended claims is reserved, and its page groups are bound.
+    """
     pool, pages = spaces.pool, spaces.pages
+    claims = ledger.transactions.open
+    claimed = np.concatenate([np.empty(0, np.int32), *(one.claimed_ids(pool.name) for one in claims)])
     members = int(spaces.mapped_end.sum()) >> PAGE_SHIFT
     bound = (int(spaces.bound_end.sum()) >> PAGE_SHIFT) - members
     reserved = (int(spaces.entitled_end.sum()) >> PAGE_SHIFT) - members
     leased = int(np.count_nonzero((pages.references > 0) & (pages.device >= 0))) - bound
     _demand(pool.allocated == leased, spaces, f"allocated {pool.allocated}, leases {leased}")
+    bound, reserved = bound + claimed.size, reserved + sum(one.reserved.get(pool.name, 0) for one in claims)
     _demand(pool.bound == bound, spaces, f"bound {pool.bound}, ids bound {bound}")
     _demand(pool.reserved == reserved, spaces, f"reserved {pool.reserved}, reservations {reserved}")
     _demand(0 <= pool.available <= pool.capacity, spaces, f"available {pool.available} of {pool.capacity}")
     held = spaces.held_mask()
+    _demand(_are_distinct(claimed) and not held[claimed].any(), spaces, "a claimed page group is held already")
+    held[claimed] = True
     _demand((held == (pool.serials != 0)).all(), spaces, "serials and held ids disagree")
     free = pool.free_runs.mask()
     _demand((free ^ held).all(), spaces, "an id is both free and held, or neither")
@@ -160,11 +169,35 @@ def check_8_shared_pages_are_immutable(spaces: ActiveSpaces, kept: KeptSpaces) -
     _demand((pages.device[pages.active > 0] >= 0).all(), spaces, "an active page without a Device replica (C7.7)")
 
 
-def check_10_entitlement_is_reserved(spaces: ActiveSpaces) -> None:
-    """C16.10: the entitlements of active rows are not part of the available capacity."""
+def check_9_replicas_are_valid(ledger: Ledger) -> None:
+    """C16.9, C7.2, C8.2: what is on the Host alone has its content there, and every record has one owner.
+
+    The records of pages and of copies under way, and the free ranges, fill the arena without overlap.
+    """
+    copies = [copy for one in ledger.demotions.open for copy in one.copies]
+    copies += [copy for one in ledger.transactions.open for copy in one.backups]
+    arena, ranges = ledger.arena, [np.stack((ledger.arena.starts, ledger.arena.ends), axis=1)]
+    for name, spaces in ledger.active.items():
+        pages = spaces.pages
+        host_only = np.flatnonzero((pages.serial != 0) & (pages.device < 0))
+        _demand(pages.is_on_host(host_only).all(), spaces, "a page on the Host alone whose replica is not valid")
+        _demand(pages.hosted == np.count_nonzero(pages.host >= 0), spaces, "the count of Host replicas drifted")
+        held = [pages.host[pages.host >= 0], *(copy.places for copy in copies if copy.pool == name)]
+        first = np.concatenate(held).astype(np.int64)
+        ranges.append(np.stack((first, first + pages.record_units), axis=1))
+    edges = np.concatenate(ranges)
+    edges = edges[np.argsort(edges[:, 0], kind="stable")]
+    ends, starts = np.append(0, edges[:, 1]), np.append(edges[:, 0], arena.units)
+    _demand((starts == ends).all(), "the Host arena", f"units are held twice, or by nobody: {edges.tolist()}")
+    _demand((arena.starts[1:] > arena.ends[:-1]).all(), "the Host arena", "free ranges touch")
+
+
+def check_10_entitlement_is_reserved(ledger: Ledger, spaces: ActiveSpaces) -> None:
+    """C16.10: the entitlements of active rows, and claims, are not part of the available capacity."""
+    claimed = sum(one.reserved.get(spaces.pool.name, 0) for one in ledger.transactions.open)
     promised = (int(spaces.entitled_end.sum()) - int(spaces.mapped_end.sum())) >> PAGE_SHIFT
     leased = int(np.count_nonzero(spaces.mapped_mask()))
-    available = spaces.pool.capacity - promised - leased
+    available = spaces.pool.capacity - promised - leased - claimed
     _demand(spaces.pool.available == available, spaces, f"available {spaces.pool.available}, not promised {available}")
 
 
@@ -188,7 +221,11 @@ def check_12_rows(ledger: Ledger, spaces: ActiveSpaces) -> None:
     _demand(not spaces.entitled_end[idle].any(), spaces, "an idle row has an entitlement")
     beyond = spaces.table[~spaces.columns_below(spaces.bound_end)]
     _demand((beyond == UNMAPPED).all(), spaces, "stale ids beyond a row's pages")
-    _demand(ledger.sequences.free_rows() == np.flatnonzero(idle).tolist(), "rows", "free rows and sequences disagree")
+    leased = {one.row for one in ledger.transactions.open if one.target is not None}
+    free = [row for row in np.flatnonzero(idle).tolist() if row not in leased]
+    _demand(ledger.sequences.free_rows() == free, "rows", "free rows and sequences disagree")
+    announced = {one.row: one.handle for one in ledger.transactions.open if one.handle is not None}
+    _demand(ledger.sequences.announced == announced, "rows", "announced sequences and transactions disagree")
 
 
 def check_13_pools_are_separate(ledger: Ledger) -> None:

@@ -6,13 +6,14 @@
                   whole membership of an activation
     trim          returned to the reservation of the same space                  the row
     release       became available, because nobody references them any more      the row, None for a continuation
-    demote        left the Device for the Host      \\  nothing emits these yet:
-    restore       came back from the Host           /  no page has a Host replica
+    demote        became available, because the Host keeps the pages             None
+    restore       came back from the Host, for an activation from a              None
+                  continuation
 
 A release with a row also ends the membership of that row.  It lists no page group if other spaces or the retained
-continuation hold all of them.  So an observer can follow from events alone which pages each row maps: materialize and
-publish set blocks, trim removes them, and a release of a row empties it.  No event lists pages that are bound and
-unmapped.
+continuation hold all of them.  A truncate that leaves pages to other spaces releases the row, and publishes the rest.
+So an observer can follow from events alone which pages each row maps: materialize and publish set blocks, trim removes
+them, and a release of a row empties it.  No event lists pages that are bound and unmapped.
 
 A ledger records an event when it writes the change, so a refused or aborted operation causes none.  The store delivers
 events at the end of the operation.  Counters always count; events are created only while somebody observes.
@@ -20,13 +21,17 @@ events at the end of the operation.  Counters always count; events are created o
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from pagedkv.errors import Caught, MisuseError, shown
 from pagedkv.ledger.free_runs import Ids
@@ -153,3 +158,10 @@ class PoolEvents:
             for row, first, count in slices.each():
                 page_ids = tuple(table[row, first : first + count].tolist())
                 self._events.pending.append(PageEvent(kind, self._pool, row, first, page_ids))
+
+
+    def record_runs(self, kind: EventKind, blocks: npt.NDArray[np.integer[Any]], page_ids: Ids) -> None:
+        """Record a change of page groups of an inactive space at ascending blocks: one event per run of blocks."""
+        edges = [0, *(np.flatnonzero(blocks[1:] - blocks[:-1] != 1) + 1).tolist(), blocks.size]
+        for start, end in itertools.pairwise(edges):
+            self.record(kind, None, blocks.item(start), page_ids[start:end])

@@ -78,10 +78,12 @@ class KeptSpaces:
         first = first_block + pages - page_ids.size
         if page_ids.size and lowest(page_ids) < 0:  # some have no Device replica
             on_device = np.flatnonzero(page_ids >= 0)
-            for run in np.split(on_device, np.flatnonzero(np.diff(on_device) != 1) + 1) if on_device.size else ():
-                self._free(first + int(run[0]), page_ids[run])
+            if on_device.size:
+                self.pool.release(page_ids[on_device], leased=on_device.size)
+                self.events.record_runs("release", first + on_device, page_ids[on_device])
         elif page_ids.size:
-            self._free(first, page_ids)
+            self.pool.release(page_ids, leased=page_ids.size)
+            self.events.record("release", None, first, page_ids)
 
     def sole_pages(self, members: Ids) -> int:
         """Return how many page groups would become available if each page lost one reference."""
@@ -99,7 +101,10 @@ class KeptSpaces:
             self._lower_protection(number, space, tokens)
 
     def require_truncate(self, number: int, tokens: int) -> None:
-        """Refuse a cut outside protected..committed, or of pages that another space or a copy uses.  (C9.10, C7.4)"""
+        """Refuse a cut outside protected..committed, inside a page of several spaces, or of pages that a copy uses.
+
+        Whole pages behind the cut may belong to other spaces too: they lose one reference.  (C9.10, C7.4)
+        """
         space = self.by_number[number]
         what = f"truncate of Continuation(number={number}) in pool {self.pool.name}"
         if not space.protected_frontier <= tokens <= space.frontier:
@@ -107,10 +112,9 @@ class KeptSpaces:
                               got=shown(tokens), remedy="lower the protected frontier with protect first",
                               clause="C9.10")
         cut = space.members[tokens >> PAGE_SHIFT :]
-        self.pages.require_private(what, cut)
-        self.pages.require_unpinned(what, cut)
         if tokens < space.frontier and tokens & PAGE_MASK:
-            self.pages.require_on_device(what, cut[:1])
+            self.pages.require_private(what, cut[:1])
+        self.pages.require_unpinned(what, cut)
 
     def truncate(self, number: int, tokens: int) -> None:
         """Lower the committed frontier, as `require_truncate` allowed, and drop the pages behind it.  (C9.10)"""
@@ -123,10 +127,6 @@ class KeptSpaces:
         space.index = part_of(space.index, 0, pages)
         space.frontier = tokens
         self.drop(dropped, first_block=pages, pages=dropped.size)
-
-    def _free(self, first_block: int, page_ids: Ids) -> None:
-        self.pool.release(page_ids, leased=page_ids.size)
-        self.events.record("release", None, first_block, page_ids)
 
     def _raise_protection(self, number: int, space: KeptSpace, tokens: int) -> None:
         first = space.protected_frontier >> PAGE_SHIFT

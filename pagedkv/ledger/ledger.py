@@ -39,9 +39,11 @@ from pagedkv.ledger.batch import (
     numbers_of,
 )
 from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation, Continuations, Frontier, state_frontier_of
+from pagedkv.ledger.demotions import Demotion, Demotions
 from pagedkv.ledger.events import PageEvents, PoolEvents
 from pagedkv.ledger.free_runs import highest
 from pagedkv.ledger.growth import LeaseGrowth
+from pagedkv.ledger.host_arena import UNIT_BYTES, HostArena
 from pagedkv.ledger.kept_spaces import KeptSpaces
 from pagedkv.ledger.pages import LogicalPages
 from pagedkv.ledger.pool import PagePool
@@ -92,9 +94,10 @@ class Ledger:
         self.events = PageEvents()
         self.active: dict[str, ActiveSpaces] = {}
         self.kept: dict[str, KeptSpaces] = {}
+        self.arena = HostArena(config.host_arena_bytes)
         for pool in config.pools:
             events = PoolEvents(pool.name, self.events)
-            pages = LogicalPages(pool.pages, config.host_arena_bytes // pool.packed_bytes(1))
+            pages = LogicalPages(pool.pages, self.arena, pool.record_bytes // UNIT_BYTES)
             self.active[pool.name] = spaces = ActiveSpaces(
                 PagePool(pool.name, pool.pages), pages, rows=config.max_concurrency, blocks=config.blocks,
                 max_context=config.max_context, events=events, grows=config.kv_lease_growth,
@@ -103,7 +106,9 @@ class Ledger:
         self.sequences = Sequences(config.max_concurrency, store_id)
         self.continuations = Continuations(self.kept, store_id)
         self.growth = LeaseGrowth(config, self.active)
-        self.transactions = Transactions(config, self.active, self.sequences, self.continuations, self.growth)
+        self.transactions = Transactions(config, self.active, self.sequences, self.continuations, self.growth,
+                                         self.arena)
+        self.demotions = Demotions(self.active, self.continuations, self.arena)
         self.units = Units()
         self._aborting: dict[int, Sequence] = {}
         # Counts of a unit in which each of B entries writes W columns, by (B, W); every batch of B entries has them.
@@ -123,18 +128,16 @@ class Ledger:
     # ---- transactions -----------------------------------------------------------------------------
 
     @recorded
-    def prepare_activation(self, target: ActivationTarget) -> Transaction | Refusal:
-        """Claim the pages of a target in every pool; the answer lists the copies and the tables to publish.  (C10.2)"""
+    def prepare_activation(self, target: ActivationTarget, is_announced: bool = False) -> Transaction | Refusal:
+        """Claim the pages of a target in every pool; the answer lists the copies and the tables to publish.  (C10.2)
+
+        `is_announced`: the handle exists from now on, and is refused until the commit (C10.10).
+        """
         plan = self.transactions.explain(target)
         if not isinstance(plan, ActivationPlan):
             return plan
-        for part in plan.pools:
-            if part.restored_pages and target.source is not None:  # the row reads Device replicas only
-                kept = self.kept[part.pool]
-                kept.pages.require_on_device(f"activation from {target.source}",
-                                             kept.by_number[target.source.number].members)
         self.unsettled = "activate"
-        return self.transactions.prepare(target, plan)
+        return self.transactions.prepare(target, plan, is_announced=is_announced)
 
     @recorded
     def prepare_snapshot(
@@ -184,6 +187,47 @@ class Ledger:
         self.transactions.require_open(transaction, "abort")
         self.unsettled = "the abort of an activation or a snapshot"
         self.transactions.abort(transaction)
+
+    # ---- the Host tier ----------------------------------------------------------------------------
+
+    @recorded
+    def prepare_demotion(self, continuation: Continuation) -> Demotion | Refusal:
+        """Claim records for the pages of a continuation that leave the Device; the answer lists the copies.  (C7.4)"""
+        number = self.continuations.require_idle(continuation, "demote")
+        self._require_arena("demote")
+        plan = self.demotions.explain(number)
+        if isinstance(plan, Refusal):
+            return plan
+        self.unsettled = "demote"
+        return self.demotions.prepare(number, plan)
+
+    @recorded
+    def commit_demotion(self, demotion: Demotion) -> int:
+        """Publish Host replicas that were copied, and drop Device replicas; return how many.  (C7.4, C16.9)"""
+        self.demotions.require_committable(demotion)
+        self.unsettled = "demote"
+        return self.demotions.commit(demotion)
+
+    @recorded
+    def abort_demotion(self, demotion: Demotion) -> None:
+        """Give the claims of a demotion back.  (C10.2)"""
+        self.demotions.require_open(demotion, "abort")
+        self.unsettled = "the abort of a demotion"
+        self.demotions.abort(demotion)
+
+    @recorded
+    def drop_device(self, continuation: Continuation) -> int:
+        """Drop the Device replicas of idle pages whose Host replica is valid; return how many.  (C7.7)"""
+        number = self.continuations.require_idle(continuation, "drop_device")
+        self.unsettled = "drop_device"
+        return self.demotions.drop_device(number)
+
+    @recorded
+    def drop_host(self, continuation: Continuation) -> int:
+        """Free the Host replicas of idle pages that keep their Device replica; return their bytes.  (C7.7)"""
+        number = self.continuations.require_idle(continuation, "drop_host")
+        self.unsettled = "drop_host"
+        return self.demotions.drop_host(number)
 
     # ---- ending a sequence ------------------------------------------------------------------------
 
@@ -464,6 +508,11 @@ class Ledger:
             spaces.close(sequence.row)
         self.growth.close(sequence.row)
         self.sequences.end(sequence.row)
+
+    def _require_arena(self, operation: str) -> None:
+        if not self.arena.units:
+            raise MisuseError(operation, expected="a store with a Host arena", got="host_arena_bytes=0",
+                              remedy="open it with StoreConfig(host_arena_bytes=...)", clause="C5.7")
 
     def _require_boundary(self, sequence: Sequence, operation: str) -> None:
         self.sequences.require_current(sequence)

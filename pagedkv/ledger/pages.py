@@ -13,7 +13,7 @@ entry of each of these columns:
     active         int32   active address spaces that hold it
     writer         int32   execution row that may append, or -1; a writer implies one reference (C7.5)
     device         int32   page group id of the Device replica, or -1
-    host           int32   host page id of the Host replica, or -1
+    host           int32   first arena unit of the Host replica's record, or -1 (C8.1)
     block          int32   logical block, the same in every space that holds it, or -1
     pins           int32   transactions and transfers that read it, or fill it (C7.4)
     host_content   int64   content epoch of the Host replica
@@ -44,6 +44,7 @@ import numpy.typing as npt
 
 from pagedkv.errors import MisuseError
 from pagedkv.ledger.free_runs import FreeRuns, Ids, Index, count_of, highest, lowest
+from pagedkv.ledger.host_arena import HostArena
 from pagedkv.ledger.pool import NOTED_MAX
 from pagedkv.values.quantities import PAGE_SHIFT, PAGE_TOKENS
 
@@ -74,10 +75,19 @@ class LogicalPages:
     """Descriptors of one pool as columns; their order has no meaning.  The methods below alone write them.
 
     Args:
-        device_pages, host_pages: page groups of the pool, and host pages that it may hold.
+        device_pages: page groups of the pool.
+        arena: of the Host replicas of all pools, or None.
+        record_units: of one Host page of this pool.
+
+    Attributes:
+        hosted: how many pages have a Host replica.
     """
 
-    def __init__(self, device_pages: int, host_pages: int = 0) -> None:
+    def __init__(self, device_pages: int, arena: HostArena | None = None, record_units: int = 1) -> None:
+        self.arena = HostArena(0) if arena is None else arena
+        self.record_units = record_units
+        self.hosted = 0
+        host_pages = self.arena.units // record_units
         self.capacity = capacity = device_pages + host_pages
         self.has_host_pages = host_pages > 0
         self.free_runs = FreeRuns(capacity)
@@ -155,6 +165,8 @@ class LogicalPages:
     def recycle(self, logical: Pages) -> None:
         """Free descriptors, which have no pins.  (C7.3)"""
         at = self.free_runs.index_of(logical)
+        if self.hosted:
+            self.free_records(at)
         self.serial[at] = 0
         self._columns[:, at] = _FREE
         self.free_runs.give(at)
@@ -254,7 +266,10 @@ class LogicalPages:
         self.protected[at] = np.maximum(np.minimum(left, _ONE) << PAGE_SHIFT, most)
 
     def withdraw(self, logical: Pages, columns: int) -> None:
-        """Cut pages of one space to `columns` committed columns; a page that loses some gets a new epoch.  (C9.10)"""
+        """Cut pages of one space to `columns` committed columns; a page that loses some gets a new epoch.  (C9.10)
+
+        A page on the Host alone keeps its record, which holds what is left; beside a Device replica the record goes.
+        """
         at = self.free_runs.index_of(logical)
         committed = self.committed[at]
         assert at_most(self.writer[at], NO_WRITER), self._state("a cut of pages with a writer", at)
@@ -265,6 +280,8 @@ class LogicalPages:
             changed = self._where(at, committed > columns)
             self.committed[changed] = columns
             self.renew_content(changed)
+            if self.hosted:
+                self._cut_replicas(changed, columns)
 
     # ---- copies and pins --------------------------------------------------------------------------
 
@@ -309,39 +326,57 @@ class LogicalPages:
 
     # ---- replicas ---------------------------------------------------------------------------------
 
-    def add_host(self, logical: Pages, host_pages: Ids, columns: Columns) -> None:
-        """Note Host replicas with `columns` of the present content.  (C7.2, C7.6)"""
+    def is_idle(self, at: Index) -> Mask:
+        """Say of each page whether its Device replica may be dropped or copied away: nobody uses it now.  (C7.7)"""
+        idle: Mask = (self.device[at] >= 0) & (self.active[at] == 0) & (self.writer[at] < 0) & (self.pins[at] == 0)
+        return idle
+
+    def is_on_host(self, at: Index) -> Mask:
+        """Say of each page whether its Host replica has its content and covers its committed columns.  (C7.2)"""
+        valid: Mask = (self.host[at] >= 0) & (self.host_content[at] == self.content[at])
+        return valid & (self.host_columns[at] >= self.committed[at])
+
+    def add_host(self, logical: Pages, places: Ids, columns: Columns) -> None:
+        """Note Host replicas with `columns` of the present content; an older one of a page is freed.  (C7.2, C7.6)"""
         at = self.free_runs.index_of(logical)
-        assert at_most(self.host[at], -1), self._state("a second Host replica", at)
-        self.host[at] = host_pages
+        self.free_records(at)
+        self.host[at] = places
         self.host_content[at] = self.content[at]
         self.host_columns[at] = columns
+        self.hosted += places.size
 
     def add_device(self, logical: Pages, page_ids: Ids) -> None:
         """Note Device replicas, restored from the Host.  (C7.4)"""
         at = self.free_runs.index_of(logical)
         assert at_most(self.device[at], -1), self._state("a second Device replica", at)
+        assert self.is_on_host(at).all(), self._state("restoring what the Host does not hold", at)
         self.device[at] = page_ids
 
-    def drop_host(self, logical: Pages) -> Ids:
-        """Forget Host replicas of pages that keep their Device replica, and return their ids.  (C7.7)"""
+    def drop_host(self, logical: Pages) -> None:
+        """Free the Host replicas of pages that keep their Device replica.  (C7.7)"""
         at = self.free_runs.index_of(logical)
         assert at_least(self.host[at], 0), self._state("dropping no Host replica", at)
-        assert at_least(self.device[at], 0), self._state("dropping the last replica", at)
-        self._require_idle(at)
-        host_pages = self.host[at].copy()
-        self.host[at] = -1
-        return host_pages
+        assert self.is_idle(at).all(), self._state("dropping the last replica, or one in use", at)
+        self.free_records(at)
 
     def drop_device(self, logical: Pages) -> Ids:
         """Forget Device replicas of pages whose Host replica is valid, and return their page group ids.  (C7.7)"""
         at = self.free_runs.index_of(logical)
-        assert at_least(self.device[at], 0), self._state("dropping no Device replica", at)
-        assert self._host_is_valid(at), self._state("dropping the last valid replica", at)
-        self._require_idle(at)
+        assert self.is_on_host(at).all(), self._state("dropping the last valid replica", at)
+        assert self.is_idle(at).all(), self._state("dropping no Device replica, or one in use", at)
         page_ids = self.page_ids(at)
         self.device[at] = -1
         return page_ids
+
+    def free_records(self, logical: Pages) -> None:
+        """Give back the arena's records of those pages that have one.  (C8.1)"""
+        at = self.free_runs.index_of(logical)
+        places = self.host[at]
+        places = places[places >= 0]
+        if places.size:
+            self.arena.release(places, self.record_units)
+            self.hosted -= places.size
+            self.host[at] = -1
 
     # ---- refusals ---------------------------------------------------------------------------------
 
@@ -361,12 +396,6 @@ class LogicalPages:
         if not at_most(self.references[at], 1):
             self._refuse(what, at, self.references[at] <= 1, "a page of one space",
                          "finish or release what shares it, or activate a fork at the lower frontier instead", "C9.10")
-
-    def require_on_device(self, what: str, logical: Pages) -> None:
-        """Refuse pages without a Device replica.  (C7.7)"""
-        at = self.free_runs.index_of(logical)
-        if not at_least(self.device[at], 0):
-            self._refuse(what, at, self.device[at] >= 0, "a page with a Device replica", "restore it first", "C7.7")
 
     # ---- helpers ----------------------------------------------------------------------------------
 
@@ -413,15 +442,13 @@ class LogicalPages:
         references = self.references[at]
         return at_least(references, 1) and at_most(references, 1)
 
-    def _host_is_valid(self, at: Index) -> bool:
-        """Say whether each page's Host replica has its content and covers its committed columns.  (C7.2)"""
-        is_covered = at_least(self.host[at], 0) and at_least(self.host_columns[at] - self.committed[at], 0)
-        return is_covered and bool((self.host_content[at] == self.content[at]).all())
-
-    def _require_idle(self, at: Index) -> None:
-        assert at_most(self.active[at], 0), self._state("moving pages of an active space", at)
-        assert at_most(self.writer[at], NO_WRITER), self._state("moving pages with a writer", at)
-        assert at_most(self.pins[at], 0), self._state("moving pinned pages", at)
+    def _cut_replicas(self, at: Index, columns: int) -> None:
+        """Let the Host replicas of pages that were cut cover what is left, or go.  (C7.2, C7.6)"""
+        is_alone = self.device[at] < 0
+        self.free_records(self._where(at, ~is_alone))
+        alone = self._where(at, is_alone)
+        self.host_content[alone] = self.content[alone]
+        self.host_columns[alone] = columns
 
     def _require_filled(self, what: str, at: Index) -> None:
         pins = self.pins[at]
@@ -437,7 +464,7 @@ class LogicalPages:
         return (
             f"references {self.references[page]} (active {self.active[page]}), writer {self.writer[page]}, "
             f"committed {self.committed[page]}, protected {self.protected[page]}, pins {self.pins[page]}, "
-            f"page group {self.device[page]}, host page {self.host[page]}"
+            f"page group {self.device[page]}, Host record {self.host[page]}"
         )
 
     def _refuse(self, what: str, at: Index, holds: Mask, expected: str, remedy: str, clause: str) -> None:

@@ -44,7 +44,9 @@ class Sequences:
         stamp: changes whenever a sequence begins or ends; a batch checks its handles again only after that.  No two
             stores share a value, so the handles of another store's batch are checked too, and refused.
 
-    `publish` and `end` alone write them.
+        announced: by row, the handle of a sequence that is restoring: it becomes current when its pages are there.
+
+    The methods below alone write them.
     """
 
     def __init__(self, rows: int, store_id: int) -> None:
@@ -53,6 +55,7 @@ class Sequences:
         self.current: list[Sequence | None] = [None] * rows
         self.budget_tokens = np.zeros(rows, np.int32)
         self.stamp = store_id << 32
+        self.announced: dict[int, Sequence] = {}
         self._free_rows = list(range(rows - 1, -1, -1))
         self._serial_next = 1
 
@@ -82,15 +85,32 @@ class Sequences:
         self._free_rows.append(row)
         self._free_rows.sort(reverse=True)
 
-    def publish(self, row: int, budget_tokens: int) -> Sequence:
-        """Turn a leased row into an active sequence.  (C10.3)"""
+    def announce(self, row: int) -> Sequence:
+        """Make the handle of a leased row ahead of its publication.  (C10.10)"""
         serial = self._serial_next
         self._serial_next = serial + 1
-        self.serials[row] = serial
-        self.current[row] = handle = Sequence(self.store_id, row, serial)
+        self.announced[row] = handle = Sequence(self.store_id, row, serial)
+        return handle
+
+    def withdraw(self, row: int) -> None:
+        """Give a leased row back; what was announced of it is never published.  (C10.2)"""
+        self.announced.pop(row, None)
+        self.return_row(row)
+
+    def publish(self, row: int, budget_tokens: int, handle: Sequence | None = None) -> Sequence:
+        """Turn a leased row into an active sequence, under the handle that was announced.  (C10.3)"""
+        if handle is None:
+            handle = self.announce(row)
+        del self.announced[row]
+        self.serials[row] = handle.serial
+        self.current[row] = handle
         self.budget_tokens[row] = budget_tokens
         self.stamp += 1
         return handle
+
+    def is_announced(self, sequence: Sequence) -> bool:
+        """Say whether a handle is of a sequence that is restoring.  (C10.10)"""
+        return bool(self.announced) and type(sequence) is Sequence and sequence in self.announced.values()
 
     def end(self, row: int) -> None:
         """End the sequence of a row, whose spaces were closed or detached, and return the row.  (C9.8)"""
@@ -119,6 +139,10 @@ class Sequences:
             and type(sequence.row) is int and 0 <= sequence.row < self.serials.size
             and type(sequence.serial) is int and sequence.serial > 0
         )
+        if is_known and self.is_announced(sequence):
+            raise MisuseError(f"a call with {sequence}", expected="a sequence whose pages are on the device",
+                              got="one that is restoring", clause="C10.10",
+                              remedy="call poll_copies until is_restoring is False, or abort it")
         if not is_known or self.serials[sequence.row] != sequence.serial:
             raise StaleHandle(shown(sequence), expected="an active sequence of this store",
                               got="one that was finished, or of another store",

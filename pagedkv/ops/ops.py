@@ -4,7 +4,7 @@
     causal_attention, causal_attention_cached append then attend; attend only
     context_attention                         a draft block attends to the whole context and to itself
     zero_pages, fill_pages                    clear whole page groups, or fill them with a word
-    pack_pages, unpack_pages                  gather and scatter whole page groups, for transfers
+    plane_table, pack_pages, unpack_pages     gather and scatter whole page groups, for copies to and from the Host
     copy_columns                              copy a page group's committed columns to another (C10.5)
     accept_greedy                             count the columns of a verify unit that are right (C13.1)
     bf16_from_f32, f32_from_bf16              conversions (NumPy and CuPy have no BF16)
@@ -64,6 +64,7 @@ class Ops:
     context_attention = attention.context_attention
     zero_pages = page_moves.zero_pages
     fill_pages = page_moves.fill_pages
+    plane_table = page_moves.plane_table
     pack_pages = page_moves.pack_pages
     unpack_pages = page_moves.unpack_pages
     copy_columns = page_moves.copy_columns

@@ -7,6 +7,7 @@ them; n = 0 does nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +16,8 @@ from pagedkv.errors import MisuseError, shown
 from pagedkv.ops.checks import check_array, check_memory, check_planes, is_array
 from pagedkv.ops.modules import HasKernels
 from pagedkv.values.checks import checked_integer
-from pagedkv.values.planes import PackedPlanes, PlaneGeometry
+from pagedkv.values.layout import PLANE_WORDS
+from pagedkv.values.planes import PageRecord, PlaneGeometry
 from pagedkv.values.quantities import PAGE_TOKENS, ROW_ALIGN_BYTES, ceil_div
 
 CONVERT_THREADS = 256
@@ -57,23 +59,55 @@ def fill_pages(ops: HasKernels, planes: Planes, page_ids: Array, words: Sequence
         kernel.launch((count, geometry.kv_heads, 1), (FILL_THREADS, 1, 1), arguments, stream)
 
 
-def pack_pages(ops: HasKernels, planes: Planes, page_ids: Array, packed: Array, *, stream: Stream) -> None:
-    """Gather the listed page groups of every plane given, in listed order.  (C14.4, C8.3)
+@dataclass(frozen=True, eq=False)
+class PlaneTable:
+    """Every plane of a pool, as kernels that move whole page groups read it; made by `plane_table`.
 
-    Launches: one per plane.
+    Attributes:
+        planes: every plane with its geometry, in ordinal order.
+        record: the layout of one page group outside them.
+        words: (planes, 6) int64 on the device.
+    """
+
+    planes: Planes
+    record: PageRecord
+    words: Array
+
+
+def plane_table(ops: HasKernels, planes: Planes, words: Array, *, stream: Stream) -> PlaneTable:
+    """Describe planes in `words`, (planes, 6) int64 on the device, for `pack_pages` and `unpack_pages`.  (C14.4)
+
+    Of each plane: address, head stride, page stride, heads, bytes of one head of a page, and offset in a record.
+    """
+    named = check_planes(planes)
+    check_array("the words of a plane table", words, np.int64, (len(planes), PLANE_WORDS), "C14.4")
+    check_memory(ops, (("the words of a plane table", words), *named), writes=("the words of a plane table",))
+    record = PageRecord(tuple(geometry for _, geometry in planes))
+    device = ops.kernels.device
+    rows = [
+        (device.address(plane), *_strides(geometry), geometry.kv_heads, PAGE_TOKENS * geometry.row_bytes, offset)
+        for (plane, geometry), offset in zip(planes, record.offsets_bytes, strict=True)
+    ]
+    device.copy(words, np.array(rows, np.int64), stream)
+    return PlaneTable(tuple(planes), record, words)
+
+
+def pack_pages(ops: HasKernels, table: PlaneTable, page_ids: Array, records: Array, *, stream: Stream) -> None:
+    """Gather the listed page groups of every plane into records, in listed order; one launch.  (C14.4, C8.1, C8.3)
 
     Args:
-        packed: uint8 on the device, at least `PackedPlanes(planes, n).total_bytes`, laid out as that says.
+        table: of `plane_table`.
+        records: uint8 on the device, at least `table.record.total_bytes` for each page, one record after another.
     """
-    _move_pages(ops, "pack_pages", planes, page_ids, packed, stream)
+    _move_pages(ops, "pack_pages", table, page_ids, records, stream)
 
 
-def unpack_pages(ops: HasKernels, planes: Planes, page_ids: Array, packed: Array, *, stream: Stream) -> None:
-    """Scatter packed page groups to the listed ids in every plane given: the reverse of `pack_pages`.  (C14.4)
+def unpack_pages(ops: HasKernels, table: PlaneTable, page_ids: Array, records: Array, *, stream: Stream) -> None:
+    """Scatter records to the listed page groups of every plane: the reverse of `pack_pages`; one launch.  (C14.4)
 
-    Launches: one per plane.  page_ids are distinct.
+    page_ids are distinct.
     """
-    _move_pages(ops, "unpack_pages", planes, page_ids, packed, stream)
+    _move_pages(ops, "unpack_pages", table, page_ids, records, stream)
 
 
 def copy_columns(
@@ -136,26 +170,28 @@ def f32_from_bf16(ops: HasKernels, destination: Array, source: Array, *, stream:
     _convert(ops, "f32_from_bf16", destination, np.float32, source, np.uint16, stream)
 
 
-def _move_pages(ops: HasKernels, kernel: str, planes: Planes, page_ids: Array, packed: Array, stream: Stream) -> None:
+def _move_pages(
+    ops: HasKernels, kernel: str, table: PlaneTable, page_ids: Array, records: Array, stream: Stream
+) -> None:
+    if type(table) is not PlaneTable:
+        raise MisuseError("a plane table", expected="what plane_table returned", got=shown(table), clause="C14.4",
+                          remedy="describe the planes with plane_table first")
     check_array("the page ids", page_ids, np.int32, (None,), "C14.4")
-    check_array("the packed pages", packed, np.uint8, (None,), "C14.4", align_bytes=ROW_ALIGN_BYTES)
-    named = check_planes(planes)
-    count = int(page_ids.shape[0])
+    check_array("the records", records, np.uint8, (None,), "C14.4", align_bytes=ROW_ALIGN_BYTES)
+    count, record_bytes = int(page_ids.shape[0]), table.record.total_bytes
     if not count:
         return
-    layout = PackedPlanes(tuple(geometry for _, geometry in planes), count)
-    if packed.nbytes < layout.total_bytes:
-        raise MisuseError("the packed pages", expected=f"at least {layout.total_bytes} bytes for {count} pages",
-                          got=f"{packed.nbytes} bytes", remedy="size it with PackedPlanes.total_bytes", clause="C14.4")
-    is_packing = kernel == "pack_pages"
-    check_memory(ops, (("the packed pages", packed), ("the page ids", page_ids), *named),
-                 writes=("the packed pages",) if is_packing else [name for name, _ in named])
-    launch = ops.kernels.page_moves()[kernel].launch
-    for (plane, geometry), packed_geometry, offset in zip(planes, layout.planes, layout.offsets_bytes, strict=True):
-        piece = packed[offset : offset + packed_geometry.span_bytes]
-        arguments = (*((piece, plane) if is_packing else (plane, piece)), page_ids, *_strides(packed_geometry),
-                     *_strides(geometry), np.int32(PAGE_TOKENS * geometry.row_bytes))
-        launch((count, geometry.kv_heads, 1), (MOVE_PAGES_THREADS, 1, 1), arguments, stream)
+    if records.nbytes < count * record_bytes:
+        raise MisuseError("the records", expected=f"at least {count * record_bytes} bytes for {count} pages",
+                          got=f"{records.nbytes} bytes", remedy="size them with PageRecord.total_bytes", clause="C14.4")
+    planes = [plane for plane, _ in table.planes]
+    named = [(f"plane {index}", plane) for index, plane in enumerate(planes)]
+    check_memory(ops, (("the records", records), ("the page ids", page_ids), *named),
+                 writes=("the records",) if kernel == "pack_pages" else [name for name, _ in named])
+    ops.kernels.page_moves()[kernel].launch(
+        (count, len(planes), 1), (MOVE_PAGES_THREADS, 1, 1), (records, table.words, page_ids, np.int64(record_bytes)),
+        stream, through=planes,
+    )
 
 
 def _convert(

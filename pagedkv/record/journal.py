@@ -1,6 +1,6 @@
 """The journal: every decision of a store's ledger as one JSON line, so that a run can be repeated without a device.
 
-    {"schema": 4, "store_id": 7, "window_pages": 64, "config": {...}}
+    {"schema": 5, "store_id": 7, "window_pages": 64, "config": {...}}
     {"revision": 1, "operation": "prepare_activation", "arguments": {...}, "answer": {...}, "state": {...}}
     {"revision": 2, "operation": "begin_unit", "arguments": {"name": "unit", "batch": {"batch": [[0, 1]]}, ...},
      "answer": {"unit": 1, "first_positions": 558161692, "slices": 2666930069}, "state": {"main": [1, 2, 5]}}
@@ -56,7 +56,7 @@ _LOG = logging.getLogger("pagedkv")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SCHEMA = 4
+SCHEMA = 5
 
 _CUT_OFF = InterruptedError("an interrupt cut a line off")
 

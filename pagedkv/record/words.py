@@ -7,7 +7,8 @@
     Batch                   {"batch": [[row, serial], ...]}    plus the store's id, likewise; in its first line
                             {"batch": revision}                of that line, while it is one of the last `BATCHES_MAX`
     Submission              {"unit": number}                   null if the unit is not in flight
-    Transaction             {"transaction": revision}          of the line that prepared it; null if it has ended
+    Transaction             {"transaction": revision}          of the line that prepared it; null if it has ended;
+    Demotion                                                   likewise
     ActivationTarget        {"target": {...}}
     pool -> columns         {"columns": {...}}                 each count a number, a list, or an array with its dtype
     the caller's state      {"state": true}                    false if None was passed, "follows" if STATE_FOLLOWS was
@@ -33,9 +34,10 @@ import numpy as np
 from pagedkv.errors import PagedKVError, shown
 from pagedkv.ledger.batch import Batch
 from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation
+from pagedkv.ledger.demotions import Demotion
 from pagedkv.ledger.ledger import Ledger, PoolSlices
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.transaction import ActivationTarget, Refusal, TailCopy, Transaction
+from pagedkv.ledger.transaction import ActivationTarget, HostCopy, Refusal, TailCopy, Transaction
 from pagedkv.ledger.units import Submission
 
 Words = dict[str, Any]
@@ -69,13 +71,13 @@ class JournalWords:
     """Translates for one ledger.
 
     Attributes:
-        transactions: those that are neither committed nor aborted, by the revision that prepared them.
+        transactions: those that are neither committed nor aborted, demotions too, by the revision that prepared them.
         batches: the last ones, by the revision of the line that named them first.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.transactions: dict[int, Transaction] = {}
+        self.transactions: dict[int, Transaction | Demotion] = {}
         self.batches: dict[int, Batch] = {}
         self._new_batch: Batch | None = None
 
@@ -129,7 +131,7 @@ class JournalWords:
             return {"batch": [self._numbers(entry.store_id, entry.row, entry.serial) for entry in value.sequences]}
         if isinstance(value, Submission):
             return {"unit": value.number if value in self.ledger.units.in_flight else None}
-        if isinstance(value, Transaction):
+        if isinstance(value, Transaction | Demotion):
             revisions = [revision for revision, known in self.transactions.items() if known is value]
             return {"transaction": revisions[0] if revisions else None}
         if isinstance(value, ActivationTarget):
@@ -209,9 +211,9 @@ class JournalWords:
         """
         if isinstance(answer, Refusal):
             return {"refused": asdict(answer)}
-        if isinstance(answer, Transaction):
+        if isinstance(answer, Transaction | Demotion):
             self.transactions[revision] = answer
-        ended = arguments.get("transaction")
+        ended = arguments.get("transaction", arguments.get("demotion"))
         for key in [key for key, known in self.transactions.items() if known is ended]:
             del self.transactions[key]
         return {"answer": self._frontiers_moved(arguments) if answer is None else self._answer(answer)}
@@ -238,8 +240,11 @@ class JournalWords:
                     "pages": {name: pages.device[space.members].tolist() for name, (space, pages) in spaces.items()}}
         if isinstance(answer, Transaction):
             return {"row": answer.row, "pools": [plan._asdict() for plan in answer.plans],
-                    "copies": _copies(answer.copies),
+                    "copies": _copies(answer.copies), "backups": _host_copies(answer.backups),
+                    "restores": _host_copies(answer.restores),
                     "tables": {name: page_ids.tolist() for name, page_ids in answer.tables.items()}}
+        if isinstance(answer, Demotion):
+            return {"copies": _host_copies(answer.copies), "pages": answer.page_count}
         if isinstance(answer, list):
             return {"short": [[sequence.row, sequence.serial] for sequence in answer]}
         if isinstance(answer, tuple):
@@ -302,6 +307,10 @@ def refusal_words(error: BaseException) -> Words:
 
 def _copies(copies: tuple[TailCopy, ...]) -> list[list[object]]:
     return [[copy.pool, copy.source_page, copy.destination_page, copy.columns] for copy in copies]
+
+
+def _host_copies(copies: tuple[HostCopy, ...]) -> list[list[object]]:
+    return [[copy.pool, copy.page_ids.tolist(), copy.places.tolist(), copy.columns.tolist()] for copy in copies]
 
 
 def _is_plain(value: object) -> bool:

@@ -17,7 +17,7 @@ from pagedkv.devices.protocol import Array, Device, Stream
 from pagedkv.ledger.active_spaces import ActiveSpaces, TableSlices
 from pagedkv.ledger.free_runs import Ids
 from pagedkv.ledger.ledger import PoolSlices
-from pagedkv.ledger.transaction import TailCopy
+from pagedkv.ledger.transaction import TailCopy, Transaction
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.page_moves import set_entries
 from pagedkv.store.sanitizer import Sanitizer
@@ -92,6 +92,11 @@ class Actions:
             on_device = self._entries[: part.size]
             self._device.copy(on_device, part, self._stream)
             set_entries(self._set_entries_kernel, table, on_device, part.size // 2, stream=self._stream)
+
+    def execute(self, transaction: Transaction) -> None:
+        """Copy the tails of a transaction, then publish its tables.  (C10.3)"""
+        self.copy_tails(transaction.copies)
+        self.publish_memberships(transaction.row, transaction.tables)
 
     def publish_memberships(self, row: int, tables: Mapping[str, Ids]) -> None:
         """Copy the whole membership of an activated row to the device table of each pool.  (C11.2)"""

@@ -35,7 +35,7 @@ def open_store(
     Several stores of one thread may be opened on one Device.  What they share, and what is refused, is in `Store`.
 
     Raises:
-        ConfigError: `config` is not a StoreConfig, or asks for Host replicas, which this version lacks.
+        ConfigError: `config` is not a StoreConfig.
         CapacityError: capacity is automatic and too little memory is free; the error says what would fit.
         MissingRequirement: the device needs a package or a tool that is missing; the error says how to get it.
         MisuseError: no such device, one that is closed or that stores of another thread use, or a journal that cannot

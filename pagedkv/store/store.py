@@ -18,6 +18,7 @@ write and before `_settle`, the store is latched (`ledger.py` says how).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -39,12 +40,15 @@ from pagedkv.errors import (
     MisuseError,
     PagedKVError,
     SnapshotRefused,
+    TransferFailed,
     shown,
 )
 from pagedkv.ledger.batch import Batch, Columns
 from pagedkv.ledger.check import check_ledger
 from pagedkv.ledger.continuations import Continuation, Frontier
+from pagedkv.ledger.demotions import Demotion, ReleasePlan
 from pagedkv.ledger.events import PageObserver
+from pagedkv.ledger.host_arena import UNIT_BYTES
 from pagedkv.ledger.inspect import StoreInspection, inspect_ledger
 from pagedkv.ledger.kept_spaces import KeptSpace
 from pagedkv.ledger.ledger import Ledger
@@ -56,7 +60,9 @@ from pagedkv.ops.views import PagedKVBatchLayerView, PagedKVLayerView
 from pagedkv.record.journal import Journal, JournalRecorder
 from pagedkv.store.access import Access
 from pagedkv.store.actions import Actions
+from pagedkv.store.host_copies import CopyJob, HostCopies
 from pagedkv.store.sanitizer import Sanitizer
+from pagedkv.transfer.mover import MoverCounters, PageMover
 from pagedkv.values.checks import checked_counts, checked_integer, checked_items
 from pagedkv.values.config import StoreConfig
 from pagedkv.values.layout import (
@@ -94,10 +100,10 @@ class Store:
     A sequence's budget, a backend's lead included, is reserved in whole pages.  So its row may write to the end of the
     last page, below max_context; `covered_columns` returns how far.
 
-    The store alone writes every attribute.  Every method except `close`, `memory_summary`, `event_counts` and `latch`
-    raises MisuseError on a closed store or from another thread or process, and StoreLatched after a device error or an
-    operation that broke off (C12.4).  Each method lists its further errors.  If copying table entries fails after
-    memberships changed, the error is raised again and the store is latched (C11.2).
+    The store alone writes every attribute.  Every method except `close`, `memory_summary`, `host_summary`,
+    `event_counts` and `latch` raises MisuseError on a closed store or from another thread or process, and StoreLatched
+    after a device error or an operation that broke off (C12.4).  Each method lists its further errors.  If copying
+    table entries fails after memberships changed, the error is raised again and the store is latched (C11.2).
 
     Several stores of one thread may share one device, for example one of `open_device`.  A fault of any launch on the
     device latches all of them.  While a store is open, its device, its streams and `ops` refuse other threads and a
@@ -148,6 +154,12 @@ class Store:
         if config.sanitizer:
             self.sanitizer = Sanitizer(self.ops, device, self.stream, planes, self.block_tables, self._ledger.active,
                                        latch=self._access.latch, scratch=self.control_ingress[:1])
+        self._copies: HostCopies | None = None
+        self._failed_copies: list[PagedKVError] = []
+        if config.host_arena_bytes:
+            arena = device.pinned((config.host_arena_bytes,), np.uint8, name="host arena")
+            mover = PageMover(device, self.ops, self.stream, planes, arena, self._slabs)
+            self._copies = HostCopies(mover, arena, self.sanitizer)
         self._actions = Actions(self.ops, device, self.stream, planes, self.block_tables,
                                 self._slabs[TABLE_ENTRIES], self._ledger.active, self.sanitizer)
 
@@ -220,6 +232,8 @@ class Store:
             self.device.abort_capture(self.stream)
         if self._access.fault is None:
             self.stream.synchronize()
+            if self._copies is not None:
+                self._copies.drain()
 
     def _report_ended_units(self) -> None:
         running = self._ledger.sequences.handles()
@@ -234,6 +248,7 @@ class Store:
         self._ledger.end_record()
         self._ledger.events.end()
         self._actions.close()
+        self._copies = None
         self._events.clear()
         self.views.clear()
         self.block_tables.clear()
@@ -269,55 +284,84 @@ class Store:
 
     def try_activate(
         self, *, prompt_tokens: int, output_tokens: int, source: Continuation | None = None,
-        frontier: int | Mapping[str, int] | None = None, keep_source: bool = True,
+        frontier: int | Mapping[str, int] | None = None, keep_source: bool = True, allow_demote_source: bool = False,
+        wait: bool = True,
     ) -> Sequence | Refusal:
         """Activate a sequence in every pool, or return the Refusal if there is no room.  (C9.2, C10.2, C10.9)
 
+        Pages of the source that lie on the Host are restored.
+
         Args:
             prompt_tokens, output_tokens: the budget behind the source's frontier, or from position 0 without a source.
-            source, frontier, keep_source: as in `ActivationTarget`; a Fork, or with keep_source=False a Move.
+            source, frontier, keep_source, allow_demote_source: as in `ActivationTarget`; a Fork, or with
+                keep_source=False a Move.
+            wait: block until the copies from and to the Host have run.  With False the sequence may be *restoring*: it
+                is refused everywhere but in `is_restoring` and `abort` until `poll_copies`, or another call between
+                units, has published it (C10.10).
 
         Raises:
-            MisuseError: counts that are no integers or too small, a source without complete state (C2.2), a frontier
-                that the source does not hold, or a Move of pages that a copy uses (C7.4).
+            MisuseError: counts that are no integers or too small, a source without complete state (C2.2), or a
+                frontier that the source does not hold.
             StaleHandle: the source was released or moved.
             CaptureRefused: there is a source, and the stream is capturing.
-            DeviceFault: a copy or a publication failed; every claim was given back, the source is unchanged (C10.2).
+            TransferFailed, DeviceFault: a copy or a publication failed; every claim was given back, the source is
+                unchanged (C10.2).
         """
         self._access.enter("activate", reaches_device=source is not None or self.sanitizer is not None)
-        return self._activate(ActivationTarget(prompt_tokens, output_tokens, source, frontier, keep_source))
+        target = ActivationTarget(prompt_tokens, output_tokens, source, frontier, keep_source, allow_demote_source)
+        if type(wait) is not bool:
+            raise MisuseError("wait", expected="True or False", got=shown(wait), clause="C10.10",
+                              remedy="pass False to let copies run beside decode")
+        return self._activate(target, wait)
 
     def activate(
         self, *, prompt_tokens: int, output_tokens: int, source: Continuation | None = None,
-        frontier: int | Mapping[str, int] | None = None, keep_source: bool = True,
+        frontier: int | Mapping[str, int] | None = None, keep_source: bool = True, allow_demote_source: bool = False,
+        wait: bool = True,
     ) -> Sequence:
-        """Activate a sequence, from nothing or from a continuation.  (C10.9)
+        """Activate a sequence, from nothing or from a continuation; arguments as of `try_activate`.  (C10.9)
 
         Raises:
             ActivationRefused: there is no room now, or never (`refusal.forever`).
-            MisuseError, StaleHandle, CaptureRefused, DeviceFault: as `try_activate`.
+            MisuseError, StaleHandle, CaptureRefused, TransferFailed, DeviceFault: as `try_activate`.
         """
-        answer = self.try_activate(prompt_tokens=prompt_tokens, output_tokens=output_tokens, source=source,
-                                   frontier=frontier, keep_source=keep_source)
+        answer = self.try_activate(
+            prompt_tokens=prompt_tokens, output_tokens=output_tokens, source=source, frontier=frontier,
+            keep_source=keep_source, allow_demote_source=allow_demote_source, wait=wait,
+        )
         if isinstance(answer, Refusal):
             limits = {
                 "context": f"at most {answer.available} pages, of max_context = {self.config.max_context} tokens, "
                            "what the source holds included",
                 "rows": f"at most {answer.available} rows",
+                "host": f"room for {answer.needed} Host pages of {answer.pool}",
+                "copying": "pages that no other copy uses",
             }
+            remedies = {"copying": "poll_copies and try again", "host": "release or drop_host something first"}
             raise ActivationRefused(
                 f"activation of {prompt_tokens} + {output_tokens} tokens",
                 expected=limits.get(answer.reason, f"at most {answer.available} pages of {answer.pool}"),
                 got=f"{answer.needed} pages" if answer.reason == "context" else f"{answer.needed}",
-                remedy="lower the budget" if answer.forever else "finish a sequence first and try again",
+                remedy=remedies.get(answer.reason, "lower the budget" if answer.forever
+                                    else "finish a sequence first and try again"),
                 clause="C10.9", refusal=answer,
             )
         return answer
 
-    def _activate(self, target: ActivationTarget) -> Sequence | Refusal:
-        transaction = self._ledger.prepare_activation(target)
-        if isinstance(transaction, Refusal):
-            return transaction
+    def _activate(self, target: ActivationTarget, wait: bool) -> Sequence | Refusal:
+        self._end_copies()
+        transaction = self._ledger.prepare_activation(target, *(() if wait else (True,)))
+        while isinstance(transaction, Refusal):
+            if not wait or transaction.reason != "copying":
+                return transaction
+            self._wait_for_copies()
+            transaction = self._ledger.prepare_activation(target)
+        if transaction.backups or transaction.restores:
+            self._copy(transaction, wait=wait)
+            if not wait:
+                assert transaction.handle is not None, "it was announced"
+                self._settle()
+                return transaction.handle
         self._follow(transaction)
         sequence = self._ledger.commit_activation(transaction)
         self._settle()
@@ -365,13 +409,16 @@ class Store:
         return continuation
 
     def abort(self, sequence: Sequence) -> bool:
-        """End the sequence now (True), or at the end of the unit that selects it (False).  (C12.4)
+        """End the sequence now (True), or later (False): with the unit that selects it, or with its copies.  (C12.4)
 
         Raises:
             StaleHandle: it has ended.
             MisuseError: a transfer uses one of its pages (C7.4).
         """
         self._access.enter("abort", reaches_device=self.sanitizer is not None)
+        if self._ledger.sequences.is_announced(sequence):
+            self._abort_restore(sequence)
+            return False
         has_ended = self._ledger.abort(sequence)
         self._settle()
         return has_ended
@@ -428,6 +475,103 @@ class Store:
             )
         return answer
 
+    # ---- the Host tier ----------------------------------------------------------------------------
+
+    def demote(self, continuation: Continuation, *, wait: bool = True) -> int | Refusal:
+        """Move the pages of a continuation to the Host, and return how many page groups become available.  (C7.4)
+
+        What only the Device holds is copied; then every page that no active sequence, no other copy and no writer uses
+        loses its Device replica.  Pages that other continuations share move for them too.
+
+        Args:
+            wait: block until the copies have run.  With False they run beside decode, and `poll_copies`, or another
+                call between units, ends the demotion; a page that a Fork took meanwhile stays on the Device.
+
+        Returns:
+            The page groups that became available, or will; or the Refusal if the arena lacks room.
+
+        Raises:
+            StaleHandle: it was released or moved.
+            MisuseError: the store has no Host arena, or somebody is activating from the continuation.
+            CaptureRefused: the stream is capturing.
+            TransferFailed, DeviceFault: a copy failed; every claim was given back, and nothing left the Device.
+        """
+        self._access.enter("demote", reaches_device=True)
+        self._end_copies()
+        demotion = self._ledger.prepare_demotion(continuation)
+        if isinstance(demotion, Refusal):
+            return demotion
+        pages = demotion.page_count
+        if demotion.copies:
+            self._copy(demotion, wait=wait)
+        if wait or not demotion.copies:
+            pages = self._ledger.commit_demotion(demotion)
+        self._settle()
+        return pages
+
+    def drop_device(self, continuation: Continuation) -> int:
+        """Drop the Device replicas of pages whose Host replica is valid, without a copy; return how many.  (C7.7)
+
+        Pages of active sequences, and pages that a copy uses, stay.
+
+        Raises:
+            StaleHandle: it was released or moved.
+            MisuseError: somebody is activating from the continuation.
+        """
+        self._access.enter("drop_device")
+        pages = self._ledger.drop_device(continuation)
+        self._settle()
+        return pages
+
+    def drop_host(self, continuation: Continuation) -> int:
+        """Free the Host replicas of pages that keep their Device replica, and return their bytes.  (C7.7)
+
+        Raises:
+            StaleHandle: it was released or moved.
+            MisuseError: somebody is activating from the continuation.
+        """
+        self._access.enter("drop_host")
+        freed = self._ledger.drop_host(continuation)
+        self._settle()
+        return freed
+
+    def poll_copies(self) -> bool:
+        """End the demotions and activations whose copies have run; return whether others are in flight.  (C10.10)
+
+        Raises:
+            TransferFailed: a copy failed since the last call; its claims were given back, the handle is stale.
+            CaptureRefused: the stream is capturing.
+            DeviceFault: the device failed; the store is latched.
+        """
+        self._access.enter("poll_copies", reaches_device=True)
+        self._end_copies()
+        if self._failed_copies:
+            raise self._failed_copies.pop(0)
+        return self._copies is not None and bool(self._copies.jobs)
+
+    def is_restoring(self, sequence: Sequence) -> bool:
+        """Say whether a sequence of `activate(wait=False)` still waits for its pages.  (C10.10)
+
+        Raises:
+            StaleHandle: it has ended, or its copies failed.
+        """
+        self._access.enter("is_restoring")
+        if self._ledger.sequences.is_announced(sequence):
+            return True
+        self._ledger.sequences.require_current(sequence)
+        return False
+
+    def explain_release(self, continuation: Continuation) -> dict[str, ReleasePlan]:
+        """Return, per pool, what releasing or demoting a continuation would free now; no side effects.  (C7.3, C9.8)
+
+        Raises:
+            StaleHandle: it was released or moved.
+        """
+        self._access.enter("explain_release")
+        return self._ledger.demotions.explain_release(self._ledger.continuations.require_current(continuation))
+
+    # ---- continuations that stay ------------------------------------------------------------------
+
     def release(self, continuation: Continuation) -> None:
         """Give up a continuation; a page becomes available when nobody references it any more.  (C9.8)
 
@@ -436,6 +580,7 @@ class Store:
             MisuseError: a copy uses one of its pages; nothing changed.
         """
         self._access.enter("release")
+        self._end_copies()
         self._ledger.release(continuation)
         self._settle()
 
@@ -626,6 +771,8 @@ class Store:
                               got="one that was not waited for", remedy="call wait(unit), or poll()", clause="C12.3")
         self._ledger.commit_unit(unit, by_pool)
         self._settle()  # an abort takes effect here
+        if self._copies is not None and self._copies.jobs:
+            self._end_copies()
 
     def fail(self, unit: Submission) -> None:
         """Wait for a unit and end it without a commit.  (C9.5)
@@ -827,6 +974,19 @@ class Store:
             }
         return summary
 
+    def host_summary(self) -> dict[str, int]:
+        """Return bytes of the Host arena (capacity, used, free), and what was copied; a latched store answers too.
+
+        Copied so far, to and from the Host: "copied_pages", "copied_runs" (of records that lie together),
+        "copied_bytes", and "copy_operations" (copies and launches).  Without an arena everything is 0.  (C8.2, C8.3)
+        """
+        self._access.write_journal()
+        arena, counters = self._ledger.arena, MoverCounters() if self._copies is None else self._copies.mover.counters
+        capacity, free = arena.units * UNIT_BYTES, arena.free_units * UNIT_BYTES
+        return {"capacity_bytes": capacity, "used_bytes": capacity - free, "free_bytes": free,
+                "copied_pages": counters.pages, "copied_runs": counters.runs, "copied_bytes": counters.bytes,
+                "copy_operations": counters.operations}
+
     def inspect(self) -> StoreInspection:
         """Return a copy of the ledger's whole state, for tests and tools; linear in pages.  (C16)"""
         self._access.enter("inspect")
@@ -895,14 +1055,91 @@ class Store:
     def _follow(self, transaction: Transaction) -> None:
         """Copy the tails of a transaction and publish its tables; after an error, give every claim back.  (C10.2)"""
         try:
-            self._actions.copy_tails(transaction.copies)
-            self._actions.publish_memberships(transaction.row, transaction.tables)
+            self._actions.execute(transaction)
         except BaseException as error:
             with Caught(error):
                 self._ledger.abort_transaction(transaction)
                 if self._access.fault is None:
                     self._settle()
             raise
+
+    def _copy(self, claims: Demotion | Transaction, *, wait: bool) -> None:
+        """Submit the copies of claims, and with `wait` block until they have run; after an error, give claims back."""
+        assert self._copies is not None, "a store without an arena copies nothing to it"
+        job = CopyJob(claims)
+        try:
+            self._copies.begin(job)
+            if wait:
+                self._copies.run(job)
+                self._copies.verify(job)
+        except BaseException as error:
+            self._give_back_claims(job, error)
+            raise
+        if wait:
+            self._copies.forget(job)  # the claims end with this call of the store
+
+    def _give_back_claims(self, job: CopyJob, error: BaseException) -> None:
+        """Wait for what was queued, and give claims back while an error is raised."""
+        assert self._copies is not None, "a job belongs to the copies of a store"
+        with Caught(error):
+            if self._access.fault is None:
+                self._copies.fail(job)
+                self._abort_claims(job)
+                self._copies.forget(job)
+                self._settle()
+
+    def _abort_claims(self, job: CopyJob) -> None:
+        if isinstance(job.claims, Transaction):
+            self._ledger.abort_transaction(job.claims)
+        else:
+            self._ledger.abort_demotion(job.claims)
+
+    def _end_copies(self) -> None:
+        """Publish or give back what has run; an error of copies waits for `poll_copies`.  (C10.10)"""
+        if self._copies is None or not self._copies.jobs or self.device.state.capturing_on:
+            return
+        for job in tuple(self._copies.jobs):
+            try:
+                if job.claims.is_open and not self._end_copy(job):
+                    continue
+                self._copies.forget(job)  # last: after an interrupt the next call finds claims that have ended
+            except TransferFailed as error:
+                self._give_back_claims(job, error)
+                self._failed_copies.append(error)
+
+    def _end_copy(self, job: CopyJob) -> bool:
+        """Publish the claims of a job, or give them back, if its copies have run; say whether they have."""
+        assert self._copies is not None, "a job belongs to the copies of a store"
+        if not self._copies.advance(job):
+            return False
+        if job.is_aborting:
+            self._abort_claims(job)
+        else:
+            self._copies.verify(job)
+            if isinstance(job.claims, Transaction):  # after an interrupt the next call begins here again
+                self._actions.execute(job.claims)
+                self._ledger.commit_activation(job.claims)
+            else:
+                self._ledger.commit_demotion(job.claims)
+        self._settle()
+        return True
+
+    def _wait_for_copies(self) -> None:
+        """Block until every copy in flight has run, and end it."""
+        while self._copies is not None and self._copies.jobs:
+            job = self._copies.jobs[0]
+            with contextlib.suppress(TransferFailed):  # `_end_copies` meets it again, and gives the claims back
+                self._copies.run(job)
+            self._end_copies()
+
+    def _abort_restore(self, sequence: Sequence) -> None:
+        """Let an activation end without publication when its copies have run.  (C10.10, S27)"""
+        assert self._copies is not None, "a store without an arena restores nothing"
+        for job in self._copies.jobs:
+            if isinstance(job.claims, Transaction) and job.claims.handle == sequence:
+                job.is_aborting = True
+                job.waiting.clear()
+        self._end_copies()
 
     def _settle(self) -> None:
         """End an operation: withdraw table entries (sanitizer mode), confirm the ledger, deliver its events."""
@@ -969,11 +1206,7 @@ def _build_ledger(config: StoreConfig) -> Ledger:
 
 
 def require_config(config: StoreConfig) -> None:
-    """Refuse a `config` that is not a StoreConfig, or that asks for Host replicas."""
+    """Refuse a `config` that is not a StoreConfig."""
     if not isinstance(config, StoreConfig):
         raise ConfigError("the configuration", expected="a StoreConfig", got=shown(config),
                           remedy="build a StoreConfig first", clause="C5.2")
-    if config.host_arena_bytes:
-        raise ConfigError("host_arena_bytes", expected="0: this version plans host replicas but has none",
-                          got=f"{config.host_arena_bytes} bytes", remedy="open the store without a host arena",
-                          clause="C5.7")

@@ -1,4 +1,4 @@
-"""PageFingerprints: digests of page groups, on the device and in packed host extents.  (C7.4, C8.3, C12.4)
+"""PageFingerprints: digests of page groups, on the device and in records on the Host.  (C7.4, C8.3, C12.4)
 
     fingerprints = fingerprint(pool, page_ids, columns)       (n, planes) uint64
                                                               row i: page i; column j: plane j, in ordinal order (C4.2)
@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from pagedkv.devices.protocol import Array, Device, Stream
 from pagedkv.errors import Corruption
-from pagedkv.values.planes import PackedPlanes, PlaneGeometry
+from pagedkv.values.planes import PageRecord, PlaneGeometry
+from pagedkv.values.quantities import PAGE_TOKENS
 
 Fingerprints = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int32]
@@ -56,23 +57,24 @@ class PageFingerprints:
             digests.append([_digest(heads, count) for heads, count in zip(host, columns.tolist(), strict=True)])
         return _by_page(digests, page_ids.size)
 
-    def fingerprint_extent(
-        self, pool: str, host: npt.NDArray[np.uint8], host_pages: int, pages: Ids, columns: Ids
+    def fingerprint_records(
+        self, pool: str, arena: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], columns: Ids
     ) -> Fingerprints:
-        """Return the digests of pages of a packed extent that no copy writes now; no call to the device.  (C8.1)
+        """Return the digests of records that no copy writes now; no call to the device.  (C8.1)
 
-        host: (bytes,) uint8, laid out as PackedPlanes of `host_pages` pages.  pages: (n,) int32, pages of the extent.
+        arena: (bytes,) uint8.  offsets: (n,) int64, where each record begins, in bytes.
         columns: (n,) int32, 0 to 64, how many rows of each page count.
         """
-        layout = PackedPlanes(tuple(geometry for _, geometry in self._planes[pool]), host_pages)
+        record = PageRecord(tuple(geometry for _, geometry in self._planes[pool]))
         digests = []
-        for geometry, offset in zip(layout.planes, layout.offsets_bytes, strict=True):
-            plane = host[offset : offset + geometry.span_bytes].view(geometry.dtype).reshape(geometry.shape)
+        for geometry, inside in zip(record.planes, record.offsets_bytes, strict=True):
+            payloads = [arena[at + inside : at + inside + geometry.page_bytes] for at in offsets.tolist()]
+            heads = (geometry.kv_heads, PAGE_TOKENS, geometry.extent)
             digests.append([
-                _digest(_heads(plane, geometry, page), count)
-                for page, count in zip(pages.tolist(), columns.tolist(), strict=True)
+                _digest(payload.view(geometry.dtype).reshape(heads), count)
+                for payload, count in zip(payloads, columns.tolist(), strict=True)
             ])
-        return _by_page(digests, pages.size)
+        return _by_page(digests, offsets.size)
 
     def require_same(self, what: str, pool: str, page_ids: Ids, expected: Fingerprints, got: Fingerprints) -> None:
         """Raise Corruption at the first page and plane whose digests differ, and latch; `what` names it.  (C7.4)"""
@@ -105,7 +107,7 @@ def _heads(plane: Array, geometry: PlaneGeometry, page: int) -> Iterator[Array]:
         yield plane[page, head] if geometry.order == "page-major" else plane[head, page]
 
 
-def _digest(heads: Sequence[Array] | Iterator[Array], columns: int) -> int:
+def _digest(heads: Array | Sequence[Array] | Iterator[Array], columns: int) -> int:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for rows in heads:
         digest.update(np.ascontiguousarray(rows[:columns]).view(np.uint8).data)

@@ -25,7 +25,7 @@ from typing import Any
 from pagedkv.errors import ConfigError, shown
 from pagedkv.values.attention_shape import DECODE_WIDTH_MAX
 from pagedkv.values.checks import checked_integer
-from pagedkv.values.planes import PackedPlanes, PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.values.planes import PageOrder, PageRecord, PlaneGeometry, plane_inventory
 from pagedkv.values.profiles import (
     HEAD_DIMS_CONTEXT,
     KV_HEADS_MAX,
@@ -203,9 +203,10 @@ class PoolConfig:
         """Bytes of one page group over all planes.  (C3.11)"""
         return sum(plane.page_bytes for plane in self.planes)
 
-    def packed_bytes(self, pages: int) -> int:
-        """Bytes of a host extent of so many pages: each plane's payload rounded up to 256.  (C5.7)"""
-        return PackedPlanes(self.planes, pages).total_bytes if pages else 0
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one Host page: each plane's payload, rounded up to 256.  (C5.7, C8.1)"""
+        return PageRecord(self.planes).total_bytes
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,7 @@ class StoreConfig:
         codec_events: count saturated, non-finite and zero groups of every append on the device; `Store.codec_counts`
             returns them (codecs 8).
         host_arena_bytes: pinned host memory for host replicas; charged to no device (C5.7).
+        retained_tokens: room for continuations beyond what all active rows can use; raises M_max (C5.1).
         kv_lease_growth: reserve a bounded window of the output budget and extend it at round boundaries, by
             `Store.begin_round` (C9.2).
         lease_window_tokens: output tokens that an activation reserves, and the most that an extension adds.
@@ -243,7 +245,7 @@ class StoreConfig:
 
     Raises:
         ConfigError: a value outside its range, a head_dim or group that no kernel serves, or a
-            capacity outside [max(L, C), C * L] pages or below S tokens.
+            capacity outside [max(L, C), C * L + ceil(retained_tokens / 64)] pages or below S tokens.
     """
 
     geometry: KVGeometry
@@ -260,6 +262,7 @@ class StoreConfig:
     sanitizer: bool = field(default=False, kw_only=True)
     codec_events: bool = field(default=False, kw_only=True)
     host_arena_bytes: int = field(default=0, kw_only=True)
+    retained_tokens: int = field(default=0, kw_only=True)
     kv_lease_growth: bool = field(default=False, kw_only=True)
     lease_window_tokens: int = field(default=4096, kw_only=True)
     forced_span_tokens: int = field(default=0, kw_only=True)
@@ -289,7 +292,8 @@ class StoreConfig:
             raise ConfigError(
                 "AutoCapacity.min_tokens", expected=f"at most {self.pages_max * PAGE_TOKENS} tokens",
                 got=f"{self.kv_capacity.min_tokens} tokens",
-                remedy="lower it: nobody can use more than max_concurrency whole sequences", clause="C5.1",
+                remedy="lower it, because nobody can use more than max_concurrency whole sequences, or ask for more "
+                       "with retained_tokens", clause="C5.1",
             )
 
     def _check_reservations(self) -> None:
@@ -301,6 +305,7 @@ class StoreConfig:
         if self.graph_allowance_bytes is not None:
             _require_int("graph_allowance_bytes", self.graph_allowance_bytes, 0, BYTES_MAX, "C5.4")
         _require_int("host_arena_bytes", self.host_arena_bytes, 0, BYTES_MAX, "C5.7")
+        _require_int("retained_tokens", self.retained_tokens, 0, CAPACITY_TOKENS_MAX, "C5.1")
         _require_int("lease_window_tokens", self.lease_window_tokens, 1, CONTEXT_TOKENS_MAX, "C9.2")
         _require_int("forced_span_tokens", self.forced_span_tokens, 0, CONTEXT_TOKENS_MAX, "C9.2")
         _require_int("caller_words", self.caller_words, 0, CALLER_WORDS_MAX, "C15.1")
@@ -321,7 +326,7 @@ class StoreConfig:
                 "kv_capacity", expected=f"{self.pages_min} to {self.pages_max} pages of 64 tokens",
                 got=f"{tokens} tokens = {pages} pages",
                 remedy="pass a capacity in this range: each of max_concurrency sequences needs one page, and none can "
-                       "use more than max_context", clause="C5.2",
+                       "use more than max_context; retained_tokens asks for more", clause="C5.2",
             )
 
     @property
@@ -342,8 +347,8 @@ class StoreConfig:
 
     @property
     def pages_max(self) -> int:
-        """M_max = C * L.  (C5.1)"""
-        return self.max_concurrency * self.blocks
+        """M_max = C * L, and the pages of `retained_tokens`.  (C5.1)"""
+        return self.max_concurrency * self.blocks + pages_for_tokens(self.retained_tokens)
 
     @property
     def pages_least(self) -> int:

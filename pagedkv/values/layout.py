@@ -12,6 +12,7 @@ Every entry has an owner, and every byte of a plan belongs to exactly one:
     block tables                    (C, L) int32 of each pool
     codec counters                  (3,) uint64 of each quantized pool, if the store counts codec events
     control buffers                 selectors in, sampled tokens out, table entries of a step; shared by every unit
+    host copies                     staging, page ids and plane tables of copies to and from a Host arena
     attention workspace             partial results of the widest unit; shared by every captured unit
     sequence state                  declared by the caller
     graph allowance                 captured graphs, their buffers, allocator rounding
@@ -24,6 +25,7 @@ the widest, serve them all.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +34,7 @@ from pagedkv.errors import ConfigError
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
 from pagedkv.values.checks import checked_integer
 from pagedkv.values.config import CALLER_WORDS_MAX, PoolConfig, StoreConfig
-from pagedkv.values.planes import PlaneGeometry
+from pagedkv.values.planes import PageRecord, PlaneGeometry
 from pagedkv.values.profiles import CODEC_EVENTS
 from pagedkv.values.quantities import CONTEXT_TOKENS_MAX, SLAB_ALIGN_BYTES, WINDOW_PAGES
 
@@ -42,6 +44,16 @@ CONTROL_INGRESS = "control.ingress"
 CONTROL_EGRESS = "control.egress"
 TABLE_ENTRIES = "control.table_entries"
 ATTENTION_WORKSPACE = "attention.workspace"
+
+COPY_SLOTS = 4
+"""Transfers of one direction whose page ids wait for their copies."""
+
+COPY_STAGING_BYTES = 8 << 20
+COPY_STAGING_PAGES = 32
+"""Most pages of one launch, of which at least one fits; 8 MiB take a third of a millisecond on a fast bus."""
+
+PLANE_WORDS = 6
+"""Words of one plane for the kernels that move whole page groups (`ops/page_moves.py`)."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +166,39 @@ def build_layout(config: StoreConfig, *, pages: int | None = None) -> StoreLayou
     for pool in pools:
         slabs.extend(pool_slabs(pool, blocks=config.blocks, rows=config.max_concurrency))
     slabs.extend(_unit_slabs(config, pools))
+    if config.host_arena_bytes:
+        slabs.extend(host_copy_slabs({pool.name: pool.planes for pool in pools}))
     allowances = (Allowance("sequence state", config.state_bytes), Allowance("graph allowance", config.allowance_bytes))
     return StoreLayout(tuple(slabs), tuple(allowance for allowance in allowances if allowance.bytes))
+
+
+def copy_staging(lane: str) -> str:
+    """Return the name of the slab in which one lane of copies gathers records."""
+    return f"copies.{lane}.staging"
+
+
+def copy_ids(lane: str) -> str:
+    """Return the name of the slab of page ids of one lane of copies."""
+    return f"copies.{lane}.ids"
+
+
+def plane_words(pool: str) -> str:
+    """Return the name of the slab that describes a pool's planes to kernels."""
+    return f"{pool}.plane_words"
+
+
+def host_copy_slabs(planes: Mapping[str, tuple[PlaneGeometry, ...]]) -> list[Slab]:
+    """Return the slabs of copies to and from a Host arena, for the planes of each pool.  (C8.3)"""
+    owner, slabs = "host copies", []
+    record_bytes = max(PageRecord(pool).total_bytes for pool in planes.values())
+    staging = record_bytes * min(max(COPY_STAGING_BYTES // record_bytes, 1), COPY_STAGING_PAGES)
+    pages = max(plane.pages for pool in planes.values() for plane in pool)
+    for lane in ("out", "in"):
+        slabs.append(Slab(owner, copy_staging(lane), (staging,), np.dtype(np.uint8), is_scratch=True))
+        slabs.append(Slab(owner, copy_ids(lane), (COPY_SLOTS, pages), np.dtype(np.int32), is_scratch=True))
+    for name, pool in planes.items():
+        slabs.append(Slab(owner, plane_words(name), (len(pool), PLANE_WORDS), np.dtype(np.int64), is_scratch=True))
+    return slabs
 
 
 def _unit_slabs(config: StoreConfig, pools: tuple[PoolConfig, ...]) -> list[Slab]:

@@ -12,22 +12,21 @@ Position p lives in block p >> 6 at offset p & 63; `g = table[row, block]` is th
 plane of a pool (C3.5, C3.9).  Example: page-major BF16, D = 128, H = 8: nb1 = 256, nb_head = 16,384,
 nb_page = 131,072; position 70 of head 2 in page group 5 starts at 5*131072 + 2*16384 + 6*256.
 
-n page groups outside their planes, in a host extent or in the staging of a transfer, are packed:
+A page group on the Host, or on its way, is one record of the pool, whatever the page order of its planes (C5.7, C8.1):
 
-    [ plane 0: n pages | pad to 256 ][ plane 1: n pages | pad ] ...         planes in ordinal order (C4.2)
+    [ plane 0: head 0 | head 1 | ... | pad to 256 ][ plane 1 | pad ] ...        planes in ordinal order (C4.2)
 
-Pages are in logical order, without holes and without device ids.  Each part has the page order of its plane, with n in
-place of N; so a run of adjacent pages is one copy on both sides (one per head if head-major).  (C5.7, C8.1)
+Every record of a pool has the same size, a multiple of 256; so of n records in a row each can be kept or freed alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import itertools
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from pagedkv.values.checks import checked_integer
 from pagedkv.values.profiles import Profile, Role, plane_schema
 from pagedkv.values.quantities import PAGE_TOKENS, SLAB_ALIGN_BYTES, align_up
 
@@ -99,31 +98,21 @@ def plane_inventory(
 
 
 @dataclass(frozen=True)
-class PackedPlanes:
-    """Layout of `pages` packed page groups of the given planes.
+class PageRecord:
+    """Layout of one page group outside its planes.  (C8.1)
 
     Attributes:
-        planes: the planes' geometry with N = pages, in the order given.
-        offsets_bytes: where each plane's part begins; multiples of 256.
-        total_bytes: the end of the last part, padding included.
-
-    Raises:
-        MisuseError: no page.
+        planes: the planes' geometry, in ordinal order.
+        offsets_bytes: where the payload of each plane begins: (H, 64, X); multiples of 256.
+        total_bytes: the end of the last payload, padding included.
     """
 
     planes: tuple[PlaneGeometry, ...]
-    pages: int
     offsets_bytes: tuple[int, ...] = field(init=False)
     total_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        checked_integer("the pages of a packed layout", self.pages, 1, np.iinfo(np.int32).max,
-                        remedy="move nothing when there is nothing to move", clause="C8.1")
-        packed = tuple(replace(plane, pages=self.pages) for plane in self.planes)
-        offsets, end = [], 0
-        for plane in packed:
-            offsets.append(end)
-            end += align_up(plane.span_bytes, SLAB_ALIGN_BYTES)
-        object.__setattr__(self, "planes", packed)
-        object.__setattr__(self, "offsets_bytes", tuple(offsets))
-        object.__setattr__(self, "total_bytes", end)
+        sizes = [align_up(plane.page_bytes, SLAB_ALIGN_BYTES) for plane in self.planes]
+        ends = tuple(itertools.accumulate(sizes, initial=0))
+        object.__setattr__(self, "offsets_bytes", ends[:-1])
+        object.__setattr__(self, "total_bytes", ends[-1])

@@ -258,12 +258,9 @@ def _largest_fitting(
 
 
 def host_pages(config: StoreConfig, pool_name: str) -> int:
-    """Return the most page groups of a pool that one extent of the whole host arena could hold.  (C5.7)"""
+    """Return the most page groups of a pool that the whole host arena could hold.  (C5.7)"""
     pool = next(pool for pool in config.pools if pool.name == pool_name)
-    pages = config.host_arena_bytes // pool.page_bytes
-    while pages and pool.packed_bytes(pages) > config.host_arena_bytes:
-        pages -= 1
-    return pages
+    return config.host_arena_bytes // pool.record_bytes
 
 
 def _too_little(config: StoreConfig, curve: CapacityCurve, free_bytes: int) -> CapacityError:

@@ -32,13 +32,13 @@ def ids(*values: int) -> Ids:
 
 def make_config(
     *, max_context: int = 256, max_concurrency: int = 2, tokens: int | None = None, backend: Backend | None = None,
-    host_arena_bytes: int = 0,
+    **options: Any,
 ) -> StoreConfig:
     """Return a configuration with one layer; Main holds every sequence at its ceiling unless `tokens` says less."""
     if tokens is None:
         tokens = max_concurrency * ceil_div(max_context, PAGE_TOKENS) * PAGE_TOKENS
     return StoreConfig(GEOMETRY, profile="bf16", max_context=max_context, max_concurrency=max_concurrency,
-                       kv_capacity=ExplicitCapacity(tokens), backend=backend, host_arena_bytes=host_arena_bytes)
+                       kv_capacity=ExplicitCapacity(tokens), backend=backend, **options)
 
 
 def make_ledger(config: StoreConfig | None = None, *, store_id: int = 1, **options: Any) -> Ledger:

@@ -34,6 +34,14 @@ class Picture:
             case "publish":
                 assert leased >= set(event.page_ids), f"{event}: published before it was materialized"
                 held |= told
+            case "restore":
+                assert not leased & set(event.page_ids), f"{event}: leased already"
+                leased |= set(event.page_ids)
+            case "demote":
+                assert leased >= set(event.page_ids), f"{event}: not leased"
+                assert not any(set(event.page_ids) & set(row.values()) for (pool, _), row in self.rows.items()
+                               if pool == event.pool), f"{event}: a row maps it"
+                leased -= set(event.page_ids)
             case "trim":
                 assert {block: held.pop(block) for block in blocks} == told, f"{event}: held {held}"
                 leased -= set(event.page_ids)

@@ -16,10 +16,11 @@ import numpy as np
 from pagedkv.ledger.active_spaces import UNMAPPED
 from pagedkv.ledger.check import check_ledger
 from pagedkv.ledger.continuations import STATE_FOLLOWS, Continuation
+from pagedkv.ledger.demotions import Demotion
 from pagedkv.ledger.kept_spaces import KeptSpace
 from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.sequences import Sequence
-from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, Refusal, TailCopy, Transaction
+from pagedkv.ledger.transaction import ActivationPlan, ActivationTarget, HostCopy, Refusal, TailCopy, Transaction
 from pagedkv.values.config import DraftFullBackend, MTPBackend
 from pagedkv.values.quantities import PAGE_TOKENS
 from tests.host.builders import DRAFT_GEOMETRY, make_ledger
@@ -41,6 +42,7 @@ class SharedLedger:
         self.ledger: Ledger = make_ledger(max_concurrency=max_concurrency, **options)
         self.bytes = {name: np.full((spaces.pool.capacity, PAGE_TOKENS), POISON, np.int64)
                       for name, spaces in self.ledger.active.items()}
+        self.records: dict[tuple[str, int], np.ndarray[Any, Any]] = {}  # by pool and first unit
         self._number = itertools.count(1)
 
     # ---- acts -------------------------------------------------------------------------------------
@@ -61,11 +63,25 @@ class SharedLedger:
 
     def activate(self, target: ActivationTarget) -> Sequence:
         """Prepare, copy, commit; it must fit."""
-        prepared = self.prepare(target)
+        return self.publish(self.prepare(target))
+
+    def publish(self, prepared: Transaction) -> Sequence:
+        """Make the copies of an activation, and commit it."""
+        self.copy_out(prepared.backups)
+        self.copy_in(prepared.restores)
         self.copy(prepared.copies)
         sequence = self.ledger.commit_activation(prepared)
         self.poison()
         return sequence
+
+    def demote(self, continuation: Continuation) -> int:
+        """Copy what only the device holds, and commit; there must be room."""
+        prepared = self.ledger.prepare_demotion(continuation)
+        assert isinstance(prepared, Demotion), prepared
+        self.copy_out(prepared.copies)
+        pages = self.ledger.commit_demotion(prepared)
+        self.poison()
+        return pages
 
     def prepare(self, target: ActivationTarget) -> Transaction:
         """Prepare an activation that must fit; its copies are not made."""
@@ -96,6 +112,18 @@ class SharedLedger:
         for copy in copies:
             pages = self.bytes[copy.pool]
             pages[copy.destination_page, : copy.columns] = pages[copy.source_page, : copy.columns]
+
+    def copy_out(self, copies: tuple[HostCopy, ...]) -> None:
+        """Copy whole page groups into their records."""
+        for copy in copies:
+            for page, place in zip(copy.page_ids.tolist(), copy.places.tolist(), strict=True):
+                self.records[copy.pool, place] = self.bytes[copy.pool][page].copy()
+
+    def copy_in(self, copies: tuple[HostCopy, ...]) -> None:
+        """Copy records into page groups."""
+        for copy in copies:
+            for page, place in zip(copy.page_ids.tolist(), copy.places.tolist(), strict=True):
+                self.bytes[copy.pool][page] = self.records[copy.pool, place]
 
     def append(self, sequence: Sequence, tokens: int | Mapping[str, int]) -> None:
         """Write numbers that were never written before behind the frontiers, and commit them."""
@@ -142,6 +170,10 @@ class SharedLedger:
         """Overwrite every free page group: whoever still names it reads -1."""
         for name, spaces in self.ledger.active.items():
             self.bytes[name][spaces.pool.free_runs.mask()] = POISON
+        held = {(name, place) for name, spaces in self.ledger.active.items() for place in spaces.pages.host.tolist()}
+        held |= {(copy.pool, place) for one in self.ledger.demotions.open for copy in one.copies
+                 for place in copy.places.tolist()}
+        self.records = {key: record for key, record in self.records.items() if key in held}
 
     # ---- answers ----------------------------------------------------------------------------------
 
@@ -179,7 +211,9 @@ class SharedLedger:
 
     def read(self, held: Held, pool: str = "main") -> list[int]:
         """Return the committed numbers of a space."""
-        numbers: list[int] = self.bytes[pool][self.page_ids(held, pool)].reshape(-1).tolist()
+        places = zip(self.page_ids(held, pool), self.column("host", held, pool), strict=True)
+        pages = [self.bytes[pool][page] if page >= 0 else self.records[pool, place] for page, place in places]
+        numbers: list[int] = np.concatenate([np.empty(0, np.int64), *pages]).tolist()
         return numbers[: self.frontier(held, pool)]
 
     def available(self, pool: str = "main") -> int:

@@ -13,15 +13,19 @@ import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from pagedkv.ledger import check
 from pagedkv.ledger.check import check_ledger
+from pagedkv.ledger.demotions import Demotion
+from pagedkv.ledger.host_arena import HostArena
 from pagedkv.ledger.ledger import Ledger
+from pagedkv.ledger.transaction import ActivationTarget, Transaction
 from pagedkv.values.config import MTPBackend
 from tests.checkout import ROOT
 from tests.host.builders import activate, begin, growing, leave_broken, make_ledger, trim, write
-from tests.host.sharing import MTP, retained
+from tests.host.sharing import MTP, SharedLedger, retained
 
 
 def store_in_use() -> Ledger:
@@ -62,6 +66,23 @@ def store_that_grows() -> Ledger:
     return ledger
 
 
+def store_with_a_host() -> Ledger:
+    """One continuation on the Host alone and restoring, another one on its way to the Host."""
+    store = SharedLedger(host_arena_bytes=32 * 32_768)
+    first, second = store.retain(130), store.retain(64)
+    store.demote(first)
+    answer = store.ledger.prepare_activation(ActivationTarget(1, 0, first), is_announced=True)
+    assert isinstance(answer, Transaction)
+    assert isinstance(store.ledger.prepare_demotion(second), Demotion)
+    return store.ledger
+
+
+def split_a_free_range(arena: HostArena) -> None:
+    """Let two free ranges touch."""
+    start, end = int(arena.starts[0]), int(arena.ends[0])
+    arena.starts, arena.ends = np.array([start, start + 1]), np.array([start + 1, end])
+
+
 def planes_differ(ledger: Ledger, **changed: object) -> None:
     """Let one plane of Main have other pages or another order."""
     pool, *others = ledger.config.pools
@@ -76,7 +97,7 @@ BROKEN: dict[Callable[[], Ledger], list[tuple[int, str, str]]] = {
     store_in_use: [
         (1, "one page group carries two", "pages.device[members[0, 1]] = pages.device[members[0, 0]]"),
         (1, "one page group carries two", "pages.device[pages.device < 0] = table[0, 0]"),
-        (1, "one host page carries two", "pages.host[members[0, :2]] = 3"),
+        (1, "one Host record carries two", "pages.host[members[0, :2]] = 3"),
         (1, "table and descriptors disagree", "table[0, :2] = table[0, 1::-1].copy()"),
         (2, "planes differ", "planes_differ(ledger, pages=5)"),
         (2, "planes differ", "planes_differ(ledger, order='head-major')"),
@@ -167,6 +188,17 @@ BROKEN: dict[Callable[[], Ledger], list[tuple[int, str, str]]] = {
         (16, "a state at 131 of 130", "ledger.continuations.states[1].state_frontier['main'] = 131"),
         (16, "its state names", "ledger.continuations.states[1].state = None"),
     ],
+    store_with_a_host: [
+        (4, "a claimed page group is held already", "claim.restored['main'].page_ids[:] = 0"),
+        (9, "is not valid", "pages.host_content[pages.host >= 0] += 1"),
+        (9, "is not valid", "pages.host_columns[pages.host >= 0] = 1"),
+        (9, "count of Host replicas drifted", "pages.hosted += 1"),
+        (9, "held twice, or by nobody", "ledger.arena.starts = ledger.arena.starts + 1"),
+        (9, "held twice, or by nobody", "del ledger.demotions.open[0]"),
+        (9, "free ranges touch", "split_a_free_range(ledger.arena)"),
+        (12, "free rows", "claim.target = None"),
+        (12, "announced sequences", "ledger.sequences.announced.clear()"),
+    ],
     store_that_grows: [
         (17, "not covered", "ledger.growth.round_frontier['main'][0] = 433"),
         (17, "idle row is short", "ledger.growth.short[2] = True"),
@@ -192,7 +224,8 @@ def broken_store(build: Callable[[], Ledger], statement: str) -> Ledger:
     main = ledger.active["main"]
     names = {"ledger": ledger, "main": main, "pages": main.pages, "members": main.members, "table": main.table,
              "mtp": ledger.active.get("mtp"), "kept": ledger.kept["main"].by_number.get(1),
-             "others": ledger.kept["mtp"].by_number if "mtp" in ledger.kept else None, "planes_differ": planes_differ}
+             "others": ledger.kept["mtp"].by_number if "mtp" in ledger.kept else None, "planes_differ": planes_differ,
+             "split_a_free_range": split_a_free_range, "claim": next(iter(ledger.transactions.open), None)}
     exec(statement, names)
     return ledger
 

@@ -6,6 +6,7 @@ and snapshots open beside other operations.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -274,24 +275,17 @@ def test_a_shared_page_that_a_prepared_fork_copies_may_lose_its_other_holders() 
         store.check()
 
 
-def test_a_transfer_that_reads_the_source_refuses_its_move_before_and_after_the_preparation() -> None:
-    """A commit that could fail half-way fails before it begins: nothing changed, and it goes through later.  (C7.4)"""
+def test_a_page_that_a_copy_uses_refuses_a_move_as_a_value() -> None:
+    """Scarcity of another kind: it ends by itself.  A shared page does not matter, and a Fork neither.  (C7.4)"""
     store, source, target = prepared_pair(MTP, keep_source=False)
-    ledger = store.ledger
-    pages, pinned = ledger.active["mtp"].pages, store.space(source, "mtp").members[2:3]
-    pages.pin(pinned)
-    with refused(MisuseError, "C7.4", ledger):
-        ledger.prepare_activation(target)
-    with refused(MisuseError, "C7.4", ledger):
-        ledger.transactions.explain(target)
-    pages.unpin(pinned)
-    prepared = store.prepare(target)
-    pages.pin(pinned)
-    with refused(MisuseError, "C7.4", ledger):
-        ledger.commit_activation(prepared)
-    pages.unpin(pinned)
-    store.copy(prepared.copies)
-    ledger.commit_activation(prepared)
+    pages, members = store.ledger.active["mtp"].pages, store.space(source, "mtp").members
+    pages.pin(members[2:])
+    assert store.refuse(target) == Refusal("mtp", 1, 0, forever=False, reason="copying")
+    store.end(store.activate(dataclasses.replace(target, keep_source=True)))
+    pages.unpin(members[2:])
+    pages.pin(members[:1])
+    store.activate(target)
+    pages.unpin(members[:1])
 
 
 def test_a_fresh_activation_holds_numbers_only_until_it_is_committed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from pagedkv.values.config import (
     KVGeometry,
     MTPBackend,
     StoreConfig,
+    config_as_json,
+    config_from_json,
 )
 from tests.host.builders import DRAFT_GEOMETRY, GEOMETRY, make_config
 from tests.host.refusals import refused
@@ -228,3 +231,22 @@ def test_an_unresolved_configuration_has_no_pages_yet() -> None:
 def test_an_alias_names_no_backend(alias: str) -> None:
     """C0: accepted on input."""
     assert make_config(backend=alias).backend is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", [None, MTPBackend(5)])
+def test_room_to_retain_raises_the_most_pages(backend: MTPBackend | None) -> None:
+    """With one row nothing kept can stand beside a request of full length otherwise.  (C5.1, C5.6)"""
+    def config(tokens: int, retained_tokens: int = 0) -> StoreConfig:
+        return make_config(max_context=256, max_concurrency=1, tokens=tokens, backend=backend,
+                           retained_tokens=retained_tokens)
+
+    with refused(ConfigError, "C5.2", match="4 to 4 pages"):
+        config(320)
+    with refused(ConfigError, "C5.2", match="4 to 6 pages"):
+        config(448, 65)
+    wide = config(384, 65)
+    assert (wide.pages_min, wide.pages_max, wide.main_pages) == (4, 6, 6)
+    assert config_from_json(json.loads(json.dumps(config_as_json(wide)))) == wide
+    for wrong in (-1, 1.5, True):
+        with refused(ConfigError, "C5.1"):
+            config(256, wrong)  # type: ignore[arg-type]

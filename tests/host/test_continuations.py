@@ -14,6 +14,7 @@ from pagedkv.ledger.sequences import Sequence
 from pagedkv.ledger.transaction import ActivationTarget
 from pagedkv.values.config import Backend
 from tests.host.builders import begin, counts, trim
+from tests.host.picture import Picture
 from tests.host.refusals import differences, observables, refused
 from tests.host.sharing import BACKENDS, DRAFT, MTP, SharedLedger, retained, started
 
@@ -384,25 +385,31 @@ def test_a_backend_is_truncated_to_nothing_and_main_is_not_touched() -> None:
 
 
 @pytest.mark.parametrize("holder", ["continuation", "sequence"])
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127])
-def test_truncating_a_continuation_inside_or_across_a_shared_page_is_refused(holder: str, tokens: int) -> None:
-    """Until the other space let go; behind the shared pages it is allowed.  (C9.10, C16.8)"""
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128])
+def test_truncating_a_continuation_inside_a_shared_page_is_refused(holder: str, tokens: int) -> None:
+    """Whole pages behind the cut only lose a reference, and the other space reads on.  (C9.10, C16.8)"""
     store, kept = retained(200)
     other = store.go_on(kept, frontier=128)
-    if holder == "continuation":
-        saved = store.finish(other)
+    read = store.read(other)
+    held = store.finish(other) if holder == "continuation" else other
     store.ledger.protect(kept, 0, "main")
-    with refused(MisuseError, "C9.10", store.ledger):
-        store.ledger.truncate_continuation(kept, tokens, "main")
-    store.ledger.truncate_continuation(kept, 130, "main")
-    store.ledger.truncate_continuation(kept, 128, "main")
-    if holder == "continuation":
-        store.release(saved)
-    else:
-        store.end(other)
-
+    if tokens % 64:
+        with refused(MisuseError, "C9.10", store.ledger):
+            store.ledger.truncate_continuation(kept, tokens, "main")
+        store.ledger.truncate_continuation(kept, 130, "main")
+        if isinstance(held, Continuation):
+            store.release(held)
+        else:
+            store.end(held)
     store.ledger.truncate_continuation(kept, tokens, "main")
+    store.check()
+
     assert store.frontier(kept) == tokens
+    assert store.read(kept) == read[:tokens]
+    if not tokens % 64:
+        assert store.read(held) == read
+        assert store.column("references", held) == [2, 2][: tokens // 64] + [1] * (2 - tokens // 64)
+        assert store.column("committed", held) == [64, 64]
 
 
 # ---- truncate and trim of an active row that shares -------------------------------------------------------
@@ -410,8 +417,8 @@ def test_truncating_a_continuation_inside_or_across_a_shared_page_is_refused(hol
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 127])
 @pytest.mark.parametrize("how", ["fork", "snapshot", "move"])
-def test_truncating_a_row_inside_or_across_a_shared_page_is_refused(how: str, tokens: int) -> None:
-    """However it came to share; and allowed again after the other space was released.  (C9.10, C16.7)"""
+def test_truncating_a_row_inside_a_shared_page_is_refused(how: str, tokens: int) -> None:
+    """However it came to share.  Whole pages only lose a reference, and the budget stays.  (C9.10, C16.17)"""
     store = SharedLedger()
     if how == "snapshot":
         sequence = store.start(200, written=130)
@@ -420,13 +427,14 @@ def test_truncating_a_row_inside_or_across_a_shared_page_is_refused(how: str, to
         kept = store.retain(130)
         other = kept if how == "fork" else store.finish(store.go_on(kept))
         sequence = store.go_on(kept, 70, keep_source=how == "fork")
-    read = store.read(sequence)
-    with refused(MisuseError, "C9.10", store.ledger):
-        store.ledger.truncate(sequence, tokens, "main")
-    store.ledger.truncate(sequence, 129, "main")
-    store.ledger.truncate(sequence, 128, "main")
-    store.release(other)
-    contents = store.column("content", sequence)
+    read, shared = store.read(sequence), store.read(other)
+    if tokens % 64:
+        with refused(MisuseError, "C9.10", store.ledger):
+            store.ledger.truncate(sequence, tokens, "main")
+        store.ledger.truncate(sequence, 129, "main")
+        store.ledger.truncate(sequence, 128, "main")
+        store.release(other)
+    contents, entitled = store.column("content", sequence), store.ledger.active["main"].entitlement_pages(sequence.row)
 
     store.ledger.truncate(sequence, tokens, "main")
 
@@ -435,9 +443,35 @@ def test_truncating_a_row_inside_or_across_a_shared_page_is_refused(how: str, to
     assert store.column("writer", sequence) == [-1] * (tokens // 64) + [sequence.row] * (tokens % 64 > 0)
     assert store.column("content", sequence)[: tokens // 64] == contents[: tokens // 64]
     assert len(store.logical(sequence)) == pages
+    assert store.ledger.active["main"].entitlement_pages(sequence.row) == entitled
     store.check()
     store.append(sequence, 200 - tokens)
     assert store.read(sequence)[:tokens] == read[:tokens]
+    if not tokens % 64:
+        assert store.read(other) == shared
+
+
+def test_a_row_that_leaves_shared_pages_needs_others_in_their_place() -> None:
+    """Its entitlement stays; without room the cut is refused, and nothing changed.  Observers follow it.  (C9.10)"""
+    store = SharedLedger(tokens=512)
+    kept = store.retain(130)
+    sequence = store.go_on(kept, 62)
+    store.append(sequence, 30)
+    picture = Picture()
+    store.ledger.events.observe(picture)
+    blocker = store.start(3 * 64)
+    assert store.available() == 1
+    with refused(MisuseError, "C9.10", store.ledger, match="2 available pages in place of those"):
+        store.ledger.truncate(sequence, 0, "main")
+    store.ledger.truncate(sequence, 64, "main")
+    assert store.available() == 0
+    store.end(blocker)
+    store.ledger.truncate(sequence, 0, "main")
+    assert store.page_ids(sequence) == []
+    store.append(sequence, 130)
+    store.check()
+    store.ledger.events.deliver()
+    assert [event.kind for event in picture.events if event.row == sequence.row][:2] == ["release", "publish"]
 
 
 def test_a_trim_never_touches_a_shared_page() -> None:

@@ -43,7 +43,8 @@ QUERIES = {"batch", "covered_columns", "active_in", "kept_in", "record_in", "end
 """Public methods of Ledger that decide nothing: they need no line."""
 WALKS_MIN, WALKS_MAX = 6, 40
 """Random walks of 250 events: so many at least, and more until every operation was answered and refused."""
-ENDED_TWICE = {f"{end} refused" for end in ("fail_unit", "commit_activation", "commit_snapshot", "abort_transaction")}
+ENDED_TWICE = {f"{end} refused" for end in ("fail_unit", "commit_activation", "commit_snapshot", "abort_transaction",
+                                            "commit_demotion", "abort_demotion")}
 """Refusals that a store never causes: it asks no ledger to end twice what it began."""
 PARTS = {"try_activate", "try_snapshot"}
 """Those that are made of recorded ones."""
@@ -174,18 +175,23 @@ def test_an_operation_that_ends_before_its_first_write_leaves_no_line() -> None:
 
 def test_what_ended_already_is_refused_in_a_replay_too() -> None:
     """C10.2, C12.4: prepared operations and units; no random run of a store ends one twice."""
-    ledger, file = journaled()
+    ledger, file = journaled(host_arena_bytes=1 << 20)
     sequence = activate(ledger, 100, 50)
     unit, _ = begin(ledger, sequence, 100)
     ledger.commit_unit(unit)
     snapshot = ledger.prepare_snapshot(sequence, "state")
     assert not isinstance(snapshot, pk.Refusal)
-    activation = ledger.prepare_activation(ActivationTarget(1, 0, ledger.commit_snapshot(snapshot)))
+    checkpoint = ledger.commit_snapshot(snapshot)
+    demotion = ledger.prepare_demotion(checkpoint)
+    assert not isinstance(demotion, pk.Refusal)
+    ledger.commit_demotion(demotion)
+    activation = ledger.prepare_activation(ActivationTarget(1, 0, checkpoint))
     assert not isinstance(activation, pk.Refusal)
     ledger.abort_transaction(activation)
     ends: tuple[tuple[Callable[[Any], object], object], ...] = (
         (ledger.commit_activation, activation), (ledger.abort_transaction, activation),
         (ledger.commit_snapshot, snapshot), (ledger.abort_transaction, snapshot), (ledger.fail_unit, unit),
+        (ledger.commit_demotion, demotion), (ledger.abort_demotion, demotion),
     )
     for end, ended in ends:
         with pytest.raises(pk.MisuseError):
@@ -250,7 +256,8 @@ def test_a_refusal_is_a_line() -> None:
         ledger.truncate(sequence, 1, "main")
 
     refusals = [json.loads(line).get("refused") for line in lines_of(file)]
-    assert refusals[-2:] == [{"pool": "main", "needed": 16, "available": 4, "forever": True, "reason": "context"},
+    assert refusals[-2:] == [{"pool": "main", "needed": 16, "available": 4, "forever": True, "reason": "context",
+                              "move_fits": False},
                              {"error": "MisuseError", "clause": "C9.10"}]
     assert pk.replay_journal(lines_of(file)).difference is None
 
@@ -350,7 +357,7 @@ def test_invariants_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatc
     lines = short_run()
     checked: list[Ledger] = []
     monkeypatch.setattr("pagedkv.record.replay.check_ledger", checked.append)
-    for check_every, checks in ((1, 5), (4, 2), (100, 1), (None, 1)):  # not between prepare and commit
+    for check_every, checks in ((1, 6), (4, 2), (100, 1), (None, 1)):
         replay_with_checks = pk.replay_journal(lines, check_every=check_every)
         assert (replay_with_checks.operations, len(checked)) == (6, checks)
         checked.clear()
@@ -390,9 +397,9 @@ def test_the_cost_of_checks_does_not_follow_the_pool(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("number", "text"), [
-    (1, ""), (1, "{}\n"), (1, '{"schema":4,"store_id":1,"window_pages":64,"config":{}}\n'),
-    (1, '{"schema":4,"store_id":1,"window_pages":64,"config":{"max_context":3}}\n'),
-    (1, '{"schema":4,"store_id":1,"window_pages":64,"config":[1]}\n'),
+    (1, ""), (1, "{}\n"), (1, '{"schema":5,"store_id":1,"window_pages":64,"config":{}}\n'),
+    (1, '{"schema":5,"store_id":1,"window_pages":64,"config":{"max_context":3}}\n'),
+    (1, '{"schema":5,"store_id":1,"window_pages":64,"config":[1]}\n'),
     (1, '{"schema":3,"store_id":1,"window_pages":64,"config":' + json.dumps(config_as_json(make_config())) + "}\n"),
     (3, "not JSON\n"), (3, "[1]\n"), (3, '{"revision":2}\n'),
     (3, '{"revision":7,"operation":"trim","arguments":{},"answer":1,"state":{}}\n'),

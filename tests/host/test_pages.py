@@ -262,7 +262,6 @@ def test_a_broken_precondition_changes_no_page(operation: Callable[[LogicalPages
     (lambda p: p.require_private("a trim", ids(KEPT, SHARED, HELD)), SHARED, "C9.10", "references 2"),
     (lambda p: p.require_unpinned("a trim", ids(HELD, PINNED)), PINNED, "C7.4", "pins 1"),
     (lambda p: p.require_unpinned("a trim", ids(HELD, FILLING)), FILLING, "C7.4", "committed 10"),
-    (lambda p: p.require_on_device("a trim", ids(KEPT, FREE)), FREE, "C7.7", "page group -1"),
 ])
 def test_a_refusal_names_the_first_page_that_is_in_the_way(
     ask: Callable[[LogicalPages], object], named: int, clause: str, state: str

@@ -347,12 +347,10 @@ def test_sanitizer_mode_allocates_the_guard_page_and_points_fresh_tables_at_it(m
 
 
 # ---- resolved when the store opens --------------------------------------------------------------------
-def test_a_store_is_built_from_a_resolved_configuration_and_without_a_host_arena(metered: MeteredDevice) -> None:
-    """No host tier uses an arena yet, and automatic capacity is nothing without free memory.  (C5.3, C5.7)"""
+def test_a_store_is_built_from_a_resolved_configuration() -> None:
+    """Automatic capacity is nothing without free memory.  (C5.3)"""
     with refused(pk.ConfigError, "C5.3", match="free_bytes"):
         plan(auto_config(), None)
-    with refused(pk.ConfigError, "C5.7"):
-        pk.open_store(dataclasses.replace(make_config(), host_arena_bytes=1), device=metered)
 
 
 def test_memory_is_asked_for_after_the_caches_of_this_process_were_emptied() -> None:
@@ -449,15 +447,16 @@ def test_a_capacity_below_the_maximum_is_a_visible_state(
 
 
 # ---- host ---------------------------------------------------------------------------------------------
-def test_the_host_arena_is_charged_by_packed_bytes() -> None:
-    """Payloads rounded up to 256: scale pages of 384 bytes take 512 alone, 768 in pairs; no device byte.  (C5.7)"""
+def test_the_host_arena_is_charged_by_records() -> None:
+    """Payloads rounded up to 256: a scale page of 384 bytes takes 512.  (C5.7, C8.1)"""
     config = auto_config(geometry=pk.KVGeometry(1, 3, 3, 64), profile="int8-g64", max_concurrency=4,
                          host_arena_bytes=100_000)
     (main,) = config.pools_at(4)
     planned = plan(config, 1 << 30)
 
     assert [plane.page_bytes for plane in main.planes] == [12_288, 12_288, 384, 384]
-    assert [main.packed_bytes(pages) for pages in (0, 1, 2)] == [0, 25_600, 50_688]
+    assert main.record_bytes == 25_600
     assert planned.host_pages == {"main": 3}
-    assert main.packed_bytes(3) <= 100_000 < main.packed_bytes(4)
-    assert capacity_curve(config) == capacity_curve(dataclasses.replace(config, host_arena_bytes=0))
+    owners = planned.owners
+    assert owners["host copies"] == 2 * (32 * 25_600 + 4 * planned.pages * 4) + 4 * 6 * 8
+    assert "host copies" not in plan(dataclasses.replace(config, host_arena_bytes=0), 1 << 30).owners

@@ -1,7 +1,7 @@
 """Host replicas: what a page may do that lies on the Host alone, and what is refused by name.  (C7.2, C7.3, C7.7)
 
-No operation of a ledger moves a page to the Host yet.  The helpers below do what one will do: a Host replica is noted,
-the Device replica is dropped, and its page group goes back to available.
+The operations of a ledger move whole continuations (`test_demotions.py`).  The helpers below move single blocks: a Host
+replica is noted, the Device replica is dropped, and its page group goes back to available.
 """
 
 from __future__ import annotations
@@ -12,33 +12,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.errors import MisuseError
 from pagedkv.ledger.continuations import Continuation
 from pagedkv.ledger.events import PageEvent
+from pagedkv.ledger.free_runs import Ids
+from pagedkv.ledger.host_arena import ArenaPlan, HostArena
 from pagedkv.ledger.inspect import inspect_ledger
-from pagedkv.ledger.ledger import Ledger
 from pagedkv.ledger.pages import LogicalPages
-from pagedkv.ledger.transaction import ActivationTarget, PoolPlan, Refusal
-from pagedkv.transfer.plan import Transfers
+from pagedkv.ledger.transaction import ActivationTarget, PoolPlan, Refusal, Transaction
 from tests.host.builders import ids
-from tests.host.refusals import broken, refused
+from tests.host.refusals import broken
 from tests.host.sharing import MTP, SharedLedger
 
 
 def store_with_host(**options: Any) -> SharedLedger:
-    """Return a ledger with room for 32 host pages in Main."""
+    """Return a ledger with room for 32 Host pages of Main."""
     return SharedLedger(host_arena_bytes=32 * 32_768, **options)
 
 
 def demote(store: SharedLedger, held: Continuation, *blocks: int, pool: str = "main") -> None:
     """Let blocks of a continuation lie on the Host alone."""
     spaces, logical = store.ledger.active[pool], store.space(held, pool).members[[*blocks]]
-    first = int(spaces.pages.host.max()) + 1
-    spaces.pages.add_host(logical, np.arange(first, first + logical.size, dtype=np.int32),
-                          spaces.pages.committed[logical])
+    spaces.pages.add_host(logical, records(spaces.pages, logical.size), spaces.pages.committed[logical])
     page_ids = spaces.pages.drop_device(logical)
     spaces.pool.release(page_ids, leased=page_ids.size)
     store.poison()
+
+
+def records(pages: LogicalPages, count: int) -> Ids:
+    """Take records of the arena."""
+    plan = pages.arena.plan([(count, pages.record_units)])
+    assert isinstance(plan, ArenaPlan)
+    pages.arena.apply(plan)
+    return plan.places[0]
 
 
 def restore(store: SharedLedger, held: Continuation, *blocks: int) -> None:
@@ -84,7 +89,8 @@ def test_a_page_on_the_host_alone_keeps_its_identity_and_breaks_no_law(blocks: t
     assert store.available() == free + len(blocks)
     assert [page < 0 for page in store.page_ids(kept)] == [block in blocks for block in range(3)]
     assert [page >= 0 for page in store.column("host", kept)] == [block in blocks for block in range(3)]
-    assert inspect_ledger(store.ledger).pools["main"].host.max() == len(blocks) - 1
+    units = store.ledger.active["main"].pages.record_units
+    assert inspect_ledger(store.ledger).pools["main"].host.max() == (len(blocks) - 1) * units
     store.append(store.start(200), 200)
 
 
@@ -100,9 +106,9 @@ def test_a_restored_page_is_the_page_it_was(keep_source: bool) -> None:
 
     assert before == [store.column(name, kept) for name in ("serial", "content")]
     pages, members = store.ledger.active["main"].pages, store.space(kept).members
-    assert pages.drop_host(members[:1]).tolist() == [0]
+    pages.drop_host(members[:1])
     sequence = store.go_on(kept, 20, keep_source=keep_source)
-    assert store.column("host", sequence)[:2] == [-1, 1]
+    assert store.column("host", sequence)[:2] == [-1, pages.record_units]
     store.append(sequence, 20)
 
 
@@ -124,28 +130,32 @@ def test_there_are_descriptors_for_device_and_host_pages_together() -> None:
 @pytest.mark.parametrize(("keep_source", "blocks", "plan"),
                          [(True, (0, 1), PoolPlan("main", 3, 130, 2, 2, claimed_pages=1 + 2, restored_pages=2)),
                           (True, (0,), PoolPlan("main", 3, 130, 2, 2, claimed_pages=1 + 1, restored_pages=1)),
-                          (True, (2,), PoolPlan("main", 3, 130, 2, 2, claimed_pages=1 + 1, restored_pages=1)),
+                          (True, (2,), PoolPlan("main", 3, 130, 2, 2, claimed_pages=1)),
                           (False, (0, 1), PoolPlan("main", 3, 130, 3, 0, claimed_pages=0 + 2, restored_pages=2)),
                           (False, (1, 2), PoolPlan("main", 3, 130, 3, 0, claimed_pages=0 + 2, restored_pages=2))])
-def test_a_plan_counts_the_pages_to_restore_and_the_activation_is_refused_by_name(
-    keep_source: bool, blocks: tuple[int, ...], plan: PoolPlan
-) -> None:
-    """`explain` says what it takes; a row cannot read the Host, so nothing is prepared, and nothing changed.  (C7.7)"""
+def test_a_plan_counts_the_pages_to_restore(keep_source: bool, blocks: tuple[int, ...], plan: PoolPlan) -> None:
+    """`explain` says what it takes, and the activation takes that; a copied tail comes from its record.  (C10.3)"""
     store = store_with_host()
     kept = store.retain(130)
     demote(store, kept, *blocks)
     target = ActivationTarget(1, 0, kept, keep_source=keep_source)
     assert store.explain(target).pools == (plan,)
+    free = store.available()
 
-    first = store.logical(kept)[blocks[0]]
-    with refused(MisuseError, "C7.7", store.ledger, match=f"activation from .* of logical page {first} was refused"):
-        store.ledger.prepare_activation(target)
-    restore(store, kept, *blocks)
-    store.activate(target)
+    transaction = store.ledger.prepare_activation(target)
+    assert isinstance(transaction, Transaction)
+    restored = [page for copy in transaction.restores for page in copy.logical.tolist()]
+    assert restored == [store.logical(kept)[block] for block in blocks]
+    store.check()
+    sequence = store.ledger.commit_activation(transaction)
+
+    assert store.available() == free - plan.claimed_pages
+    store.check()
+    store.end(sequence)
 
 
 def test_scarcity_counts_restored_pages_before_anything_is_released() -> None:
-    """Two pages to restore, one of them a tail to copy too: what a Move releases comes back too late.  (C10.2)"""
+    """A page to restore, and a tail to restore into a page of its own: what a Move releases comes too late.  (C10.2)"""
     store = store_with_host(tokens=384)
     kept = store.retain(250)
     other = store.finish(store.go_on(kept, frontier=128))
@@ -154,7 +164,7 @@ def test_scarcity_counts_restored_pages_before_anything_is_released() -> None:
     assert store.available() == 1
     for keep_source in (True, False):
         target = ActivationTarget(1, 0, kept, 70, keep_source)
-        assert store.refuse(target) == Refusal("main", 3, 1, forever=False)
+        assert store.refuse(target) == Refusal("main", 2, 1, forever=False)
 
     store.release(other)
     assert store.refuse(target) == Refusal("main", 2, 1, forever=False)
@@ -232,21 +242,20 @@ def test_protection_does_not_ask_where_a_page_lies() -> None:
         store.check()
 
 
-def test_a_cut_inside_a_page_on_the_host_is_refused_and_one_beside_it_is_not() -> None:
-    """What is cut inside gets other content, which no Host replica holds.  (C7.6, C7.7, C9.10)"""
+def test_a_cut_inside_a_page_on_the_host_keeps_what_is_left() -> None:
+    """Its record covers it, and the activation restores it; pages behind the cut give their records back.  (C9.10)"""
     store = store_with_host()
     kept = store.retain(250)
-    demote(store, kept, 1, 3)
+    content = store.read(kept)
+    store.demote(kept)
     store.ledger.protect(kept, 0, "main")
-    released, third = watched(store), store.page_ids(kept)[2]
-    for tokens in (65, 127, 193, 249):
-        page = store.logical(kept)[tokens // 64]
-        with refused(MisuseError, "C7.7", store.ledger, match=f"logical page {page} was refused.*Device replica"):
-            store.ledger.truncate_continuation(kept, tokens, "main")
-    for tokens, runs in ((250, []), (192, []), (128, [(None, 2, (third,))]), (64, [])):
+    for tokens in (249, 193, 192, 65):
         store.ledger.truncate_continuation(kept, tokens, "main")
-        assert released() == runs
         store.check()
+        assert store.read(kept) == content[:tokens]
+    store.ledger.attach_state(kept, "complete")
+    assert store.ledger.active["main"].pages.hosted == 2
+    assert store.read(store.go_on(kept, 1)) == content[:65]
 
 
 def test_a_cut_makes_the_host_replica_old() -> None:
@@ -263,23 +272,6 @@ def test_a_cut_makes_the_host_replica_old() -> None:
         pages.drop_device(store.space(kept).members[2:])
 
 
-def test_a_pinned_page_on_the_host_stays() -> None:
-    """A restore is planned: its source is not given up until it ended.  (C7.4)"""
-    store, transfers = store_with_host(), Transfers()
-    kept = store.retain(64)
-    demote(store, kept, 0)
-    pages = store.ledger.active["main"].pages
-    transfer = transfers.plan("h2d", "main", pages, store.space(kept).members, ids(0), ids(5), host_pages=1)
-    ledger: Ledger = store.ledger
-    with refused(MisuseError, "C7.4", ledger):
-        ledger.release(kept)
-    with refused(MisuseError, "C7.4", ledger):
-        ledger.prepare_activation(ActivationTarget(1, 0, kept, keep_source=False))
-
-    assert transfers.abort(transfer)
-    store.release(kept)
-
-
 # ---- preconditions -------------------------------------------------------------------------------------------
 
 KINDS = ("device", "host", "both", "written", "running", "pinned", "short", "old")
@@ -289,7 +281,8 @@ DEVICE, HOST, BOTH, WRITTEN, RUNNING, PINNED, SHORT, OLD = (np.array([kind], np.
 
 
 def placed() -> LogicalPages:
-    pages = LogicalPages(len(KINDS), 2)
+    pages = LogicalPages(len(KINDS), HostArena(2048))
+    records(pages, len(KINDS))
     everyone = pages.describe(np.arange(len(KINDS), dtype=np.int32), writer=0, first_block=0)
     for page in everyone[everyone != WRITTEN[0]]:
         pages.freeze(ids(page), 64)
@@ -304,19 +297,18 @@ def placed() -> LogicalPages:
 
 
 @pytest.mark.parametrize(("act", "message"), [
-    (lambda p: p.add_host(np.concatenate((DEVICE, BOTH)), ids(8, 9), ids(64, 64)), "a second Host replica"),
     (lambda p: p.add_device(np.concatenate((HOST, BOTH)), ids(8, 9)), "a second Device replica"),
     (lambda p: p.drop_host(np.concatenate((BOTH, DEVICE))), "dropping no Host replica"),
-    (lambda p: p.drop_host(np.concatenate((BOTH, HOST))), "dropping the last replica"),
-    (lambda p: p.drop_host(np.concatenate((BOTH, RUNNING))), "moving pages of an active space"),
-    (lambda p: p.drop_host(np.concatenate((BOTH, PINNED))), "moving pinned pages"),
+    (lambda p: p.drop_host(np.concatenate((BOTH, HOST))), "dropping the last replica, or one in use"),
+    (lambda p: p.drop_host(np.concatenate((BOTH, RUNNING))), "or one in use"),
+    (lambda p: p.drop_host(np.concatenate((BOTH, PINNED))), "or one in use"),
     (lambda p: p.drop_device(np.concatenate((BOTH, HOST))), "dropping no Device replica"),
     (lambda p: p.drop_device(np.concatenate((BOTH, DEVICE))), "dropping the last valid replica"),
     (lambda p: p.drop_device(np.concatenate((BOTH, SHORT))), "dropping the last valid replica"),
     (lambda p: p.drop_device(np.concatenate((BOTH, OLD))), "dropping the last valid replica"),
-    (lambda p: p.drop_device(np.concatenate((BOTH, RUNNING))), "moving pages of an active space"),
-    (lambda p: p.drop_device(np.concatenate((BOTH, WRITTEN))), "moving pages of an active space"),
-    (lambda p: p.drop_device(np.concatenate((BOTH, PINNED))), "moving pinned pages"),
+    (lambda p: p.drop_device(np.concatenate((BOTH, RUNNING))), "or one in use"),
+    (lambda p: p.drop_device(np.concatenate((BOTH, WRITTEN))), "or one in use"),
+    (lambda p: p.drop_device(np.concatenate((BOTH, PINNED))), "or one in use"),
     (lambda p: p.thaw(np.concatenate((BOTH, HOST)), 2), "a writer without a Device replica"),
     (lambda p: p.activate(np.concatenate((BOTH, HOST))), "activating pages without a Device replica"),
     (lambda p: p.share_active(np.concatenate((BOTH, HOST))), "activating pages without a Device replica"),

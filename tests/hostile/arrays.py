@@ -18,7 +18,7 @@ from pagedkv.devices import CpuDevice
 from pagedkv.devices.protocol import Device
 from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
-from pagedkv.values.planes import PackedPlanes
+from pagedkv.values.layout import PLANE_WORDS
 from tests.hostile.values import Thorny
 from tests.kernels.paged_cache import PagedCache
 
@@ -112,14 +112,20 @@ def op_calls(device: Device, cache: PagedCache, draft: PagedCache) -> Iterator[O
         ("k_pages", "v_pages"),
     )
     planes, page_ids = cache.view.planes, ints(1, 2)
-    layout = PackedPlanes(tuple(geometry for _, geometry in planes), 2)
-    packed = {"page_ids": page_ids, "packed": device.zeros((layout.total_bytes,), np.uint8)}
+    words = device.zeros((len(planes), PLANE_WORDS), np.int64)
+    table = ops.plane_table(planes, words, stream=stream)
+    packed = {"page_ids": page_ids, "records": device.zeros((2 * table.record.total_bytes,), np.uint8)}
     floats, codes = device.zeros((4, 64), np.float32), device.zeros((4, 64), np.int8).view(np.uint8)
     yield OpCall("fill_pages", lambda page_ids: ops.fill_pages(planes, page_ids, [0, 0], stream=stream),
                  {"page_ids": page_ids}, lists=("page_ids",))
-    yield OpCall("pack_pages", lambda **given: ops.pack_pages(planes, **given, stream=stream), packed, ("packed",),
+
+    def describe(words: Any) -> None:
+        ops.plane_table(planes, words, stream=stream)
+
+    yield OpCall("plane_table", describe, {"words": words}, ("words",))
+    yield OpCall("pack_pages", lambda **given: ops.pack_pages(table, **given, stream=stream), packed, ("records",),
                  ("page_ids",))
-    yield OpCall("unpack_pages", lambda **given: ops.unpack_pages(planes, **given, stream=stream), packed,
+    yield OpCall("unpack_pages", lambda **given: ops.unpack_pages(table, **given, stream=stream), packed,
                  lists=("page_ids",))
     yield OpCall("bf16_from_f32", lambda **given: ops.bf16_from_f32(**given, stream=stream),
                  {"destination": bits(4, 64), "source": floats}, ("destination",))

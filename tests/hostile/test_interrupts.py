@@ -23,8 +23,9 @@ from tests.toy_model import retained, run_unit
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 CONFIG = pk.StoreConfig(
-    GEOMETRY, profile="int8-g64", max_context=512, max_concurrency=6, kv_capacity=pk.ExplicitCapacity(34 * 64),
+    GEOMETRY, profile="int8-g64", max_context=512, max_concurrency=8, kv_capacity=pk.ExplicitCapacity(34 * 64),
     backend=pk.MTPBackend(4), kv_lease_growth=True, lease_window_tokens=64, codec_events=True,
+    host_arena_bytes=1 << 20,
 )
 
 
@@ -38,13 +39,20 @@ class Stage:
         fresh: nothing mapped.
         other: 65 tokens committed, in the unit `flying`, which the device has finished.
         kept: a continuation of 130 tokens, protected up to 64 tokens, with a state.
+        far: a continuation of 130 tokens on the Host alone.
+        near: likewise, in both places.
+        coming: a sequence that restores `far`, whose copies have run, where the call asks for it; else None.
         shared: a continuation whose full pages `running` shares.
         buffers: of `graph_buffer`; its array must not die inside the interrupted block.
         graph: captured, copies the first of them into the second.
     """
 
-    def __init__(self, device: pk.Device) -> None:
+    def __init__(self, device: pk.Device, call: str = "") -> None:
         self.store = store = pk.open_store(CONFIG, device)
+        self.far, self.near = retained(store, self.written(130)), retained(store, self.written(64))
+        store.demote(self.far)
+        store.demote(self.near)
+        store.finish(store.activate(prompt_tokens=1, output_tokens=0, source=self.near))
         self.kept = retained(store, self.written(130))
         store.protect(self.kept, 64)
         self.running = self.written(100, output_tokens=300)
@@ -63,6 +71,17 @@ class Stage:
         device.begin_capture(store.stream)
         device.copy(target, source, store.stream)
         self.graph = device.end_capture(store.stream)
+        if call == "staged fork":
+            self.fill_main(but=1)
+        self.coming = None
+        if call in COMING:
+            self.coming = store.activate(prompt_tokens=1, output_tokens=0, source=self.far, wait=False)
+
+    def fill_main(self, *, but: int) -> None:
+        """Leave so many pages of Main free."""
+        free = self.store.memory_summary()["main"]["available_pages"]
+        for _ in range(free - but):
+            retained(self.store, self.written(64))
 
     def written(self, tokens: int, output_tokens: int = 0, prompt_tokens: int = 0) -> pk.Sequence:
         """Activate a sequence and commit tokens in both pools; the prompt is all of them unless it is named."""
@@ -73,6 +92,8 @@ class Stage:
     def end(self) -> None:
         """Finish whatever there is, by the store's own lists, and demand that every page is free."""
         store = self.store
+        while store.poll_copies():
+            pass
         for unit in store.units():
             store.fail(unit)
         for sequence in store.sequences():
@@ -82,6 +103,7 @@ class Stage:
         store.check()
         for pool in store.inspect().pools.values():
             assert (pool.capacity, 0) == (pool.available, int((pool.serial != 0).sum()))
+        assert store.host_summary()["used_bytes"] == 0
 
 
 CALLS: dict[str, Callable[[Stage], object]] = {
@@ -99,6 +121,21 @@ CALLS: dict[str, Callable[[Stage], object]] = {
     "release shared": lambda on: on.store.release(on.shared),
     "protect": lambda on: on.store.protect(on.kept, 100),
     "lower protection": lambda on: on.store.protect(on.kept, 3),
+    "demote": lambda on: on.store.demote(on.kept),
+    "demote beside decode": lambda on: on.store.demote(on.kept, wait=False),
+    "demote without a copy": lambda on: on.store.demote(on.near),
+    "restore": lambda on: on.store.activate(prompt_tokens=10, output_tokens=60, source=on.far),
+    "restore and move": lambda on: on.store.activate(prompt_tokens=1, output_tokens=0, source=on.far,
+                                                     keep_source=False),
+    "restore beside decode": lambda on: on.store.activate(prompt_tokens=1, output_tokens=0, source=on.far, wait=False),
+    "staged fork": lambda on: on.store.activate(prompt_tokens=40, output_tokens=0, source=on.kept,
+                                                allow_demote_source=True),
+    "drop_device": lambda on: on.store.drop_device(on.near),
+    "drop_host": lambda on: on.store.drop_host(on.near),
+    "poll_copies": lambda on: on.store.poll_copies(),
+    "is_restoring": lambda on: on.store.is_restoring(on.running),
+    "abort a restore": lambda on: on.store.abort(on.running if on.coming is None else on.coming),
+    "explain_release": lambda on: on.store.explain_release(on.kept),
     "attach_state": lambda on: on.store.attach_state(on.kept, "another"),
     "batch": lambda on: on.store.batch([on.running]),
     "begin_unit": lambda on: on.store.begin_unit(on.batch, {"main": 100, "mtp": 3}),
@@ -126,13 +163,17 @@ CALLS: dict[str, Callable[[Stage], object]] = {
     ),
     "layer_view": lambda on: on.store.layer_view(on.running, "mtp"),
     "counters": lambda on: (
-        on.store.memory_summary(), on.store.event_counts(), on.store.codec_counts(), on.store.graph_bytes,
-        on.store.published_slices, on.store.evidence,
+        on.store.memory_summary(), on.store.host_summary(), on.store.event_counts(), on.store.codec_counts(),
+        on.store.graph_bytes, on.store.published_slices, on.store.evidence,
     ),
     "observe": lambda on: on.store.observe(lambda event: None)(),
     "graph_buffer": lambda on: on.buffers.append(on.store.graph_buffer((16,), "u1")),
     "launch_graph": lambda on: on.store.launch_graph(on.graph),
 }
+
+
+COMING = ("poll_copies", "abort a restore")
+"""Calls with a restore in flight."""
 
 
 def test_no_call_of_a_store_is_missing() -> None:
@@ -148,7 +189,7 @@ def test_an_interrupt_at_any_line_leaves_before_after_or_a_latched_store(
 ) -> None:
     """C10.2, C12.4: one line of the call after the other, each on a stage of its own."""
     call = CALLS[name]
-    stage = Stage(opened_device)
+    stage = Stage(opened_device, name)
     before = stage.store.inspect()
     with Interrupt(0, error) as count:
         call(stage)
@@ -158,7 +199,7 @@ def test_an_interrupt_at_any_line_leaves_before_after_or_a_latched_store(
 
     latched = 0
     for at in range(1, count.lines + 1, every):
-        stage = Stage(opened_device)
+        stage = Stage(opened_device, name)
         with pytest.raises(error, match=f"at line {at}:") as raised, Interrupt(at, error):
             call(stage)
         if stage.store.evidence is None:

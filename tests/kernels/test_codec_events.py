@@ -15,6 +15,7 @@ from pagedkv.devices.protocol import Device
 from pagedkv.graphs import DecodeLoop, Unit
 from pagedkv.ops.modules import attention_module, events_module
 from pagedkv.ops.ops import Ops
+from pagedkv.values.layout import PLANE_WORDS
 from pagedkv.values.planes import PageOrder
 from pagedkv.values.profiles import CODEC_EVENTS, HEAD_DIMS_QUANTIZED, PROFILES
 from tests.host.codec_cases import next_up
@@ -140,8 +141,9 @@ def test_ordinary_rows_and_moved_bytes_count_nothing(device: Device, rng: Rng) -
 
     cache.ops.fill_pages(planes, cache.ints([2]), [0x7F7F7F7F] * 4, stream=cache.stream)
     cache.ops.copy_columns(planes, 2, 4, 33, stream=cache.stream)
-    cache.ops.pack_pages(planes, pages, packed, stream=cache.stream)
-    cache.ops.unpack_pages(planes, cache.ints([6]), packed, stream=cache.stream)
+    table = cache.ops.plane_table(planes, device.zeros((len(planes), PLANE_WORDS), np.int64), stream=cache.stream)
+    cache.ops.pack_pages(table, pages, packed, stream=cache.stream)
+    cache.ops.unpack_pages(table, cache.ints([6]), packed, stream=cache.stream)
 
     assert cache.get(cache.view.codec_counts).tolist() == [0, 0, 0]
 

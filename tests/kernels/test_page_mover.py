@@ -1,4 +1,4 @@
-"""Whole pages between planes and packed host memory: every profile, both orders, both methods.  (C8.3, C14.4)"""
+"""Whole pages between planes and records on the Host: every profile, both orders, any places.  (C8.1, C8.3, C14.4)"""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MisuseError, TransferFailed
-from pagedkv.ledger.pages import LogicalPages
 from pagedkv.ops.ops import Ops
-from pagedkv.transfer.engine import TransferEngine
-from pagedkv.transfer.mover import PageMover
-from pagedkv.transfer.plan import page_runs
-from pagedkv.values.planes import PackedPlanes, PageOrder, PlaneGeometry, plane_inventory
+from pagedkv.ops.page_moves import PlaneTable
+from pagedkv.transfer.digest import PageFingerprints
+from pagedkv.transfer.mover import PageMover, Ticket
+from pagedkv.values import layout
+from pagedkv.values.layout import host_copy_slabs
+from pagedkv.values.planes import PageOrder, PageRecord, PlaneGeometry, plane_inventory
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.arrays import to_host
 
@@ -44,28 +45,46 @@ def build(device: Device, noise: Any, profile: str = "k8v4", order: PageOrder = 
     return planes
 
 
-def mover_of(device: Device, planes: Planes, **options: Any) -> PageMover:
-    return PageMover(device, Ops(device), device.stream(), {"main": planes}, **options)
+class Mover:
+    """A mover of one pool, its arena of noise, and the fingerprints of both."""
 
+    def __init__(self, device: Device, planes: Planes, noise: Any, *, records: int = PAGES, **options: Any) -> None:
+        geometries = tuple(geometry for _, geometry in planes)
+        self.device, self.record = device, PageRecord(geometries)
+        self.arena = device.pinned((records * self.record.total_bytes,), np.uint8, name="host arena")
+        self.arena[:] = noise(self.arena.size)
+        slabs = {slab.name: device.empty(slab.shape, slab.dtype, name=slab.name)
+                 for slab in host_copy_slabs({"main": geometries})}
+        self.users = device.stream()
+        self.tickets: list[Ticket] = []
+        self.mover = PageMover(device, Ops(device), self.users, {"main": planes}, self.arena, slabs, **options)
+        self.fingerprints = PageFingerprints(device, self.users, {"main": planes})
 
-def move(mover: PageMover, direction: Any, runs: Any, **options: Any) -> None:
-    """Submit a transfer of the pool and wait for it."""
-    ticket = mover.submit(direction, "main", runs, **options)
-    assert ticket is not None
-    mover.wait(ticket)
+    def offsets(self, places: list[int]) -> npt.NDArray[np.int64]:
+        """Return where records begin, by their number in the arena."""
+        return np.array(places, np.int64) * self.record.total_bytes
+
+    def submit(self, direction: Any, pages: list[int], places: list[int]) -> bool:
+        """Submit a transfer between page groups and records."""
+        return self.mover.submit(direction, "main", np.array(pages, np.int32), self.offsets(places), self.tickets)
+
+    def move(self, direction: Any, pages: list[int], places: list[int]) -> None:
+        """Submit a transfer, and wait for it."""
+        assert self.submit(direction, pages, places)
+        self.mover.wait(self.tickets.pop())
+        self.mover.require_landed("main", self.offsets(places))
+
+    def payloads(self, place: int) -> list[Bytes]:
+        """Return the payload of each plane in one record."""
+        start = place * self.record.total_bytes
+        return [self.arena[start + at : start + at + geometry.page_bytes]
+                for geometry, at in zip(self.record.planes, self.record.offsets_bytes, strict=True)]
 
 
 def page_bytes(plane: npt.NDArray[Any], geometry: PlaneGeometry, pages: npt.NDArray[Any] | list[int]) -> Bytes:
     """Return the listed pages as (n, bytes), whatever the order of the plane."""
     by_page = plane if geometry.order == "page-major" else plane.swapaxes(0, 1)
     return np.ascontiguousarray(by_page[pages]).view(np.uint8).reshape(len(pages), -1)
-
-
-def parts(extent: Bytes, planes: Planes, pages: int) -> list[tuple[npt.NDArray[Any], PlaneGeometry]]:
-    """Cut a packed extent into one array per plane."""
-    layout = PackedPlanes(tuple(geometry for _, geometry in planes), pages)
-    return [(extent[offset : offset + plane.span_bytes].view(plane.dtype).reshape(plane.shape), plane)
-            for plane, offset in zip(layout.planes, layout.offsets_bytes, strict=True)]
 
 
 def host_planes(device: Device, planes: Planes) -> list[npt.NDArray[Any]]:
@@ -82,154 +101,118 @@ def assert_moved(device: Device, planes: Planes, before: list[Any], old: list[in
         assert np.array_equal(page_bytes(after, geometry, others), page_bytes(plane, geometry, others))
 
 
-@pytest.mark.parametrize("method", ["copies", "packed"])
+@pytest.mark.parametrize("chunk_pages", [2, 32])
 @pytest.mark.parametrize("order", ["page-major", "head-major"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_pages_go_out_and_come_back_in_other_places(
-    device: Device, noise: Any, profile: str, order: PageOrder, method: Any
+    device: Device, noise: Any, profile: str, order: PageOrder, chunk_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C8.1, C8.3, S71: packed in logical order, restored to other ids; every other byte of the planes stays."""
+    """C8.1, C8.3, S71: one record a page, whatever the order; every other byte of planes and arena stays."""
+    monkeypatch.setattr(layout, "COPY_STAGING_PAGES", chunk_pages)
     planes = build(device, noise, profile, order)
-    before = host_planes(device, planes)
-    mover = mover_of(device, planes, staging_pages=2)
-    old, new, host = [7, 8, 2, 9, 10], [0, 4, 3, 5, 1], np.arange(5, dtype=np.int32)
-    extent = device.pinned((mover.packed_bytes("main", 5),), np.uint8)
-    move(mover, "d2h", page_runs(np.array(old, np.int32), host), host=extent, host_pages=5, method=method)
-    for (part, packed), plane, (_, geometry) in zip(parts(extent, planes, 5), before, planes, strict=True):
-        assert np.array_equal(page_bytes(part, packed, list(range(5))), page_bytes(plane, geometry, old))
-    move(mover, "h2d", page_runs(host, np.array(new, np.int32)), host=extent, host_pages=5, method=method)
+    before, on = host_planes(device, planes), Mover(device, planes, noise)
+    old, new, places = [7, 8, 2, 9, 10], [0, 4, 3, 5, 1], [3, 4, 9, 0, 6]
+    arena_before = on.arena.copy()
+    on.move("d2h", old, places)
+    for page, place in zip(old, places, strict=True):
+        for payload, plane, (_, geometry) in zip(on.payloads(place), before, planes, strict=True):
+            assert np.array_equal(payload, page_bytes(plane, geometry, [page])[0])
+    others = [place for place in range(PAGES) if place not in places]
+    assert all(np.array_equal(*pair) for place in others for pair in zip(
+        on.payloads(place), [arena_before[part.ctypes.data - on.arena.ctypes.data:][: part.size]
+                             for part in on.payloads(place)], strict=True))
+    columns = np.array([64, 3, 64, 1, 33], np.int32)
+    ids = np.array(old, np.int32)
+    assert np.array_equal(on.fingerprints.fingerprint("main", ids, columns),
+                          on.fingerprints.fingerprint_records("main", on.arena, on.offsets(places), columns))
+    on.move("h2d", new, places)
 
     assert_moved(device, planes, before, old, new)
 
 
-@pytest.mark.parametrize("order", ["page-major", "head-major"])
-def test_pages_move_within_the_device(device: Device, noise: Any, order: PageOrder) -> None:
-    """C8.3: device to device by runs; sources and everything else keep their bytes."""
-    planes = build(device, noise, "nvfp4-g16", order)
-    before = host_planes(device, planes)
-    old, new = [2, 3, 4], [8, 9, 0]
-    move(mover_of(device, planes), "d2d", page_runs(np.array(old, np.int32), np.array(new, np.int32)))
-
-    assert_moved(device, planes, before, old, new)
-
-
-def test_a_part_of_an_extent_can_be_restored(device: Device, noise: Any) -> None:
-    """C8.1: pages 1 and 2 of an extent of four, by either method."""
+def test_a_part_of_what_went_out_together_comes_back_alone(device: Device, noise: Any) -> None:
+    """C8.1: records 1 and 3 of five in a row; the others may be overwritten meanwhile."""
     planes = build(device, noise)
-    mover = mover_of(device, planes)
-    extent = device.pinned((mover.packed_bytes("main", 4),), np.uint8)
-    extent[:] = noise(extent.size)
-    for method, new in (("copies", [5, 9]), ("packed", [11, 2])):
-        runs = page_runs(np.array([1, 2], np.int32), np.array(new, np.int32))
-        move(mover, "h2d", runs, host=extent, host_pages=4, method=method)
-        for after, (part, packed), (_, geometry) in zip(host_planes(device, planes), parts(extent, planes, 4), planes,
-                                                        strict=True):
-            assert np.array_equal(page_bytes(after, geometry, new), page_bytes(part, packed, [1, 2]))
+    before, on = host_planes(device, planes), Mover(device, planes, noise)
+    on.move("d2h", [0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+    on.move("d2h", [11, 11, 11], [0, 2, 4])
+    on.move("h2d", [8, 9], [1, 3])
+
+    assert_moved(device, planes, before, [1, 3], [8, 9])
 
 
-def test_operations_grow_with_runs_until_the_packed_method_is_cheaper(device: Device, noise: Any) -> None:
-    """S57, C8.3: one copy per run and plane; many runs become one kernel and one copy per plane and chunk."""
-    planes = build(device, noise)  # 7 planes: K code and scale, V code and scale, two layers, less none
-    count = len(planes)
-    mover = mover_of(device, planes, staging_pages=32)
-    extent = device.pinned((mover.packed_bytes("main", PAGES),), np.uint8)
-    expected = {1: count, 2: 2 * count, 6: 2 * count + 1}
-    for runs_count, operations in expected.items():
-        ids = np.concatenate([np.arange(2) + start for start in range(0, runs_count * 2, 2)]).astype(np.int32)
-        ids = np.roll(ids.reshape(-1, 2), 1, axis=0).ravel() if runs_count == 2 else _shredded(runs_count)
-        before = mover.counters.operations
-        runs = page_runs(ids, np.arange(ids.size, dtype=np.int32))
-        move(mover, "d2h", runs, host=extent, host_pages=PAGES)
-
-        assert (len(runs), mover.counters.operations - before) == (runs_count, operations)
-    whole = sum(geometry.page_bytes for _, geometry in planes)
-    ids_bytes = 6 * 4
-    assert mover.counters.bytes == mover.counters.pages * whole + ids_bytes
-
-
-def _shredded(runs: int) -> npt.NDArray[np.int32]:
-    """Return ids with so many runs: one run of three pages, or every second page."""
-    return np.arange(3, dtype=np.int32) if runs == 1 else np.arange(0, 2 * runs, 2, dtype=np.int32)
+def test_operations_grow_with_chunks_and_runs(device: Device, noise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S57, C8.3: the ids, one launch a chunk, one copy per run of records; never per plane or page group."""
+    monkeypatch.setattr(layout, "COPY_STAGING_PAGES", 4)
+    planes = build(device, noise)
+    on, ids_bytes = Mover(device, planes, noise), 6 * 4
+    for direction in ("d2h", "h2d"):
+        for places, operations in (([0], 3), ([2, 3, 4, 5], 3), ([5, 6, 7, 8, 9, 10], 5), ([0, 2, 4, 6, 8, 10], 9)):
+            counters = on.mover.counters
+            first, pages_before, bytes_before = counters.operations, counters.pages, counters.bytes
+            on.move(direction, [9, 1, 8, 3, 7, 5][: len(places)], places)
+            assert counters.operations - first == operations
+            assert counters.pages - pages_before == len(places)
+    assert counters.bytes - bytes_before == 6 * on.record.total_bytes + ids_bytes
 
 
 def test_a_full_lane_says_so_and_costs_nothing(device: Device, noise: Any) -> None:
     """S57: 400 pages queued against four slots: back-pressure is an answer, and cost per transfer is constant."""
-    planes = build(device, noise, "bf16")
-    mover = mover_of(device, planes, slots=4)
-    extent = device.pinned((mover.packed_bytes("main", 1),), np.uint8)
-    runs = page_runs(np.array([3], np.int32), np.array([0], np.int32))
+    on = Mover(device, build(device, noise, "bf16"), noise)
     costs, waited = set(), 0
     for _ in range(400):
-        before = (mover.counters.operations, device.driver_calls)
-        ticket = mover.submit("d2h", "main", runs, host=extent, host_pages=1)
-        if ticket is None:
-            assert mover.counters.operations == before[0]
+        before = (on.mover.counters.operations, device.driver_calls)
+        if not on.submit("d2h", [3], [0]):
+            assert on.mover.counters.operations == before[0]
             waited += 1
             continue
-        costs.add(mover.counters.operations - before[0])
-        assert device.driver_calls - before[1] <= 4 + 3 + len(planes)  # slots asked, three fences, copies
+        costs.add(on.mover.counters.operations - before[0])
+        assert device.driver_calls - before[1] <= 4 + 3 + 3  # slots asked, three fences, ids, launch and copy
 
-    assert costs == {len(planes)}
-    assert mover.counters.refused == waited
+    assert costs == {3}
+    assert on.mover.counters.refused == waited
 
 
-@pytest.mark.parametrize("failing", range(5))
+@pytest.mark.parametrize("failing", range(7))
 @pytest.mark.parametrize("direction", ["d2h", "h2d"])
-def test_a_failed_copy_publishes_nothing(device: Device, noise: Any, direction: Any, failing: int) -> None:
-    """S53: the nth of five page copies fails; the transfer is aborted and unpinned, and its source unchanged."""
-    planes = build(device, noise, "bf16")[:1]
-    pages = LogicalPages(PAGES)
-    logical = pages.describe(np.arange(PAGES, dtype=np.int32), writer=0, first_block=0)
-    engine = TransferEngine(mover_of(device, planes, fails=lambda number: number == failing))
-    scattered, host = np.array([1, 3, 5, 7, 9], np.int32), np.arange(5, dtype=np.int32)
-    extent = device.pinned((engine.mover.packed_bytes("main", 5),), np.uint8)
-    extent[:] = 1
-    before = host_planes(device, planes)
-    sides = (scattered, host) if direction == "d2h" else (host, scattered)
-    transfer = engine.ledger.plan(direction, "main", pages, logical[scattered], *sides, host_pages=5)
-    with pytest.raises(TransferFailed, match=f"copy {failing} of a transfer"):
-        engine.submit(transfer, extent, method="copies")
-    with pytest.raises(MisuseError, match="publish of transfer"):
-        engine.publish(transfer)
-    while engine.ledger.open:
-        assert engine.poll() == []
-
-    assert (transfer.state, pages.pins_total, engine.ledger.counters.published) == ("aborted", 0, 0)
-    assert engine.mover.counters.copies == failing
-    if direction == "d2h":
-        assert np.array_equal(before[0], host_planes(device, planes)[0])
-
-
-def test_transfers_that_cannot_be_served_are_refused_before_anything_is_queued(device: Device, noise: Any) -> None:
-    """A small extent, no extent, and the packed method for scattered host pages; a second submit."""
+def test_a_failed_copy_says_how_far_it_came(device: Device, noise: Any, direction: Any, failing: int) -> None:
+    """S53: the nth operation fails; the ticket of the error waits for those before it, and the source is as it was."""
     planes = build(device, noise, "bf16")
-    mover = mover_of(device, planes)
-    extent = device.pinned((mover.packed_bytes("main", 3),), np.uint8)
-    gap = page_runs(np.array([0, 1], np.int32), np.array([0, 2], np.int32))
-    before = device.driver_calls
-    for host, pages, method in ((None, 3, None), (extent[:-1], 3, None), (extent, 4, None)):
-        with pytest.raises(MisuseError, match="a host extent of"):
-            mover.submit("d2h", "main", gap, host=host, host_pages=pages, method=method)
-    with pytest.raises(MisuseError, match="one range of host pages"):
-        mover.submit("d2h", "main", gap, host=extent, host_pages=3, method="packed")
+    on = Mover(device, planes, noise, fails=lambda number: number == failing)
+    before, arena = host_planes(device, planes), on.arena.copy()
+    with pytest.raises(TransferFailed, match=f"copy {failing} of a transfer") :
+        on.submit(direction, [1, 3, 5, 7, 9], [0, 2, 4, 6, 8])
+    (ticket,) = on.tickets
+    on.mover.wait(ticket)
 
-    assert device.driver_calls == before
+    assert on.mover.is_done(ticket)
+    assert on.mover.counters.operations == failing
+    if direction == "d2h":
+        assert all(np.array_equal(*pair) for pair in zip(before, host_planes(device, planes), strict=True))
+    else:
+        assert np.array_equal(arena, on.arena)
 
 
 def test_packing_refuses_what_it_cannot_check_on_the_device(device: Device, noise: Any) -> None:
-    """C14.2: a packed array that is too small, of another type, or that overlaps a plane; no page is nothing to do."""
+    """C14.2: records that are too small, of another type, or that overlap a plane; no page is nothing to do."""
     planes = build(device, noise, "bf16")
     ops, stream = Ops(device), device.stream()
+    with pytest.raises(MisuseError, match="the words of a plane table"):
+        ops.plane_table(planes, device.zeros((len(planes), 5), np.int64), stream=stream)
+    table = ops.plane_table(planes, device.zeros((len(planes), 6), np.int64), stream=stream)
     page_ids = device.zeros((2,), np.int32)
-    needed = PackedPlanes(tuple(geometry for _, geometry in planes), 2).total_bytes
-    packed = device.zeros((needed,), np.uint8)
-    for bad, match in ((packed[:-256], "at least"), (packed.view(np.int8), "the packed pages")):
+    records = device.zeros((2 * table.record.total_bytes,), np.uint8)
+    for bad, match in ((records[:-256], "at least"), (records.view(np.int8), "the records")):
         for op in (ops.pack_pages, ops.unpack_pages):
             with pytest.raises(MisuseError, match=match):
-                op(planes, page_ids, bad, stream=stream)
+                op(table, page_ids, bad, stream=stream)
     with pytest.raises(MisuseError, match="share no byte"):
-        ops.pack_pages(planes, page_ids, planes[0][0].view(np.uint8).reshape(-1), stream=stream)
+        ops.pack_pages(table, page_ids, planes[0][0].view(np.uint8).reshape(-1), stream=stream)
+    wrong: Any = planes
+    with pytest.raises(MisuseError, match="what plane_table returned"):
+        ops.pack_pages(wrong, page_ids, records, stream=stream)
     before = device.driver_calls
-    ops.pack_pages(planes, page_ids[:0], packed, stream=stream)
+    ops.pack_pages(table, page_ids[:0], records, stream=stream)
 
     assert device.driver_calls == before
+    assert isinstance(table, PlaneTable)

@@ -17,7 +17,8 @@ from pagedkv.devices.protocol import Array, Device
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.views import PagedKVBatchLayerView
 from pagedkv.values.attention_shape import AttentionShape, Route, workspace_bytes
-from pagedkv.values.planes import PackedPlanes, PageOrder
+from pagedkv.values.layout import PLANE_WORDS
+from pagedkv.values.planes import PageOrder
 from pagedkv.values.profiles import PROFILES
 from tests.kernels.arrays import BF16_NAN, MARK_BF16, Bits, Rng, bf16_noise, scattered_table, to_floats
 from tests.kernels.criterion import check_causal
@@ -214,11 +215,13 @@ def test_pages_behind_4_gib_are_addressed(device: Device, order: PageOrder) -> N
         at = (ids,) if order == "page-major" else (slice(None), ids)
         contents = [array[at].copy() for array in planes_of(cache)]
         listed = cache.view.planes
-        packed = device.zeros((PackedPlanes(cache.view.geometries, 3).total_bytes,), np.uint8)
-        cache.ops.pack_pages(listed, cache.ints(ids), packed, stream=cache.stream)
+        words = device.zeros((len(listed), PLANE_WORDS), np.int64)
+        table = cache.ops.plane_table(listed, words, stream=cache.stream)
+        packed = device.zeros((3 * table.record.total_bytes,), np.uint8)
+        cache.ops.pack_pages(table, cache.ints(ids), packed, stream=cache.stream)
         outs.append(cache.get(packed))
         cache.ops.zero_pages(listed, cache.ints(ids), stream=cache.stream)
-        cache.ops.unpack_pages(listed, cache.ints(ids), packed, stream=cache.stream)
+        cache.ops.unpack_pages(table, cache.ints(ids), packed, stream=cache.stream)
         for array, content in zip(planes_of(cache), contents, strict=True):
             np.testing.assert_array_equal(array[at], content)
         cache.ops.zero_pages(listed, cache.ints(ids[:2]), stream=cache.stream)

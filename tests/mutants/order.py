@@ -6,35 +6,34 @@ from __future__ import annotations
 
 from tests.mutants.mutant import BODY, GONE, Mutant, scene
 
-SAVE = r"copy of \d+ bytes from 'main\.0\.[kv]_code'.* to 'extent'"
-RESTORE = r"copy of \d+ bytes from 'saved extent'.* to 'main\.0\.[kv]_code'"
+PACK = "kernel pack_pages"
+UNPACK = "kernel unpack_pages"
 PLANE = r"'main\.0\.[kv]_code'"
 EGRESS = r"'egress host B=\d W=\d+'"
 MOVER = "transfer/mover.py"
 DEFERRED = "devices/test_cpu_deferred.py"
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant("C7.4", "a save does not wait for the writers of its source", MOVER,
-           "lane.stream.wait(before)", GONE, scene("save_behind_append", SAVE, PLANE)),
+    Mutant("C7.4", "a demotion does not wait for the writers of its source", MOVER,
+           "lane.stream.wait(lane.before)", GONE, scene("demote_behind_a_copied_tail", PACK, PLANE)),
     Mutant("C7.4", "a restore does not wait for the readers of its destination", MOVER,
-           "lane.stream.wait(before)", GONE, scene("restore_behind_reader", RESTORE, PLANE)),
-    Mutant("C7.4", "the next reader does not wait for the restore", MOVER,
-           "stream.wait(ticket.done)", GONE, scene("read_behind_restore", RESTORE, PLANE)),
+           "lane.stream.wait(lane.before)", GONE, scene("restore_behind_reader", UNPACK, PLANE)),
     Mutant("C7.4", "the fence is recorded before the users' work instead of behind it", MOVER,
-           "self._users.record(before)", "lane.stream.record(before)", scene("save_behind_append", SAVE, PLANE)),
+           "self._users.record(lane.before)", "lane.stream.record(lane.before)",
+           scene("demote_behind_a_copied_tail", PACK, PLANE)),
     Mutant("C7.4", "completion is recorded before the copies", MOVER, "lane.stream.record(ticket.done)", GONE,
-           scene("save_behind_append", SAVE, "'extent'"),
+           scene("write_behind_demotion", r"kernel (append_rows|pack_pages)", PLANE),
            ((MOVER, "slot.last = ticket.done", "slot.last = ticket.done; lane.stream.record(slot.last)"),)),
     Mutant("C7.4", "the packing kernel runs on the users' stream", MOVER,
-           "self._ops.pack_pages(planes, chunk_ids, lane.staging, stream=lane.stream)",
-           "self._ops.pack_pages(planes, chunk_ids, lane.staging, stream=self._users)",
-           scene("move_both_ways", r"kernel pack_pages", r"'out (staging|slot \d ids)'")),
+           "self._ops.pack_pages(table, ids, lane.staging, stream=lane.stream)",
+           "self._ops.pack_pages(table, ids, lane.staging, stream=self._users)",
+           scene("move_both_ways", PACK, r"'copies\.out\.(staging|ids)'")),
     Mutant("C7.4", "a slot of page ids is re-used while a copy reads it", MOVER,
            "self.last is None or self.last.query()", "True",
            scene("move_both_ways", r"copy of \d+ bytes from 'out slot 0 ids host'", r"'out slot 0 ids host'")),
     Mutant("C7.4", "both lanes share one staging buffer", MOVER,
            "else self._in", "else self._in; lane.staging = self._out.staging",
-           scene("move_both_ways", r"(kernel (un)?pack_pages|copy of \d+ bytes)", r"'out staging'")),
+           scene("move_both_ways", r"(kernel (un)?pack_pages|copy of \d+ bytes)", r"'copies\.out\.staging'")),
     Mutant("C12.1", "the loop rewrites its selectors while the replay may still read them", "graphs/decode_loop.py",
            "self.store.wait(unit)", "unit.is_completed = True",
            scene("decode_in_a_loop", r"graph of \d+ nodes, operation \d+ of stream 0", r"'ingress host B=\d W=\d+'"),
@@ -48,17 +47,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C11.2", "table slices are published on a stream that nobody orders", "store/actions.py",
            ".copy(), self._stream", ".copy(), self._device.stream()",
            scene("decode_in_a_loop", r"copy of \d+ bytes from pageable host memory to 'main\.block_table'", "")),
-    Mutant("C7.4", "a save is published before its copies have run", "transfer/plan.py",
-           'self._require_state(transfer, "publish', GONE, scene("save_and_read", SAVE, "'extent'")),
-    Mutant("C7.4", "a page is trimmed and written anew while a copy reads it", "ledger/active_spaces.py",
-           'self.pages.require_unpinned(f"trim', GONE, scene("trim_while_saving", "kernel append_rows", PLANE)),
-    Mutant("C7.4", "a page is released to another sequence while a copy reads it", "ledger/ledger.py",
-           'self._require_unpinned(sequence, "finish")', GONE,
-           scene("finish_while_saving", "kernel append_rows", PLANE)),
-    Mutant("C7.4", "an abort lets the pages go while its copies wait", "transfer/plan.py", "return False",
-           "return self.completed(transfer)", scene("abort_while_saving", "kernel append_rows", PLANE)),
     Mutant("C7.4", "copies count as done as soon as they are queued", MOVER,
-           "return ticket.done.query()", "return True", scene("save_behind_append", SAVE, "'extent'")),
+           "return ticket.done.query()", "return True",
+           scene("write_behind_demotion", r"kernel (append_rows|pack_pages)", PLANE)),
+    Mutant("C7.4", "a demotion is published before its copies have run", "store/store.py:_end_copy",
+           "if not self._copies.advance(job)", GONE,
+           scene("write_behind_demotion", r"kernel (append_rows|pack_pages)", PLANE)),
+    Mutant("C10.10", "an aborted restore gives its pages back before its copies have run", "store/store.py:_end_copy",
+           "if not self._copies.advance(job)", GONE,
+           scene("write_behind_aborted_restore", r"kernel (append_rows|unpack_pages)", PLANE)),
     Mutant("C12.3", "waiting for a unit does not wait", "store/store.py:wait",
            "self.stream.synchronize()", GONE, scene("decode_in_a_loop", r"graph of \d+ nodes", EGRESS)),
     Mutant("C12.3", "the loop commits without waiting", "graphs/decode_loop.py",

@@ -17,16 +17,14 @@ import numpy.typing as npt
 import pagedkv as pk
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.graphs import DecodeLoop
-from pagedkv.transfer.engine import TransferEngine
-from pagedkv.transfer.mover import PageMover
-from pagedkv.transfer.plan import Direction, Transfer
-from pagedkv.values.planes import PackedPlanes, PlaneGeometry
+from pagedkv.values.planes import PlaneGeometry
 from tests.kernels.arrays import to_device, to_host
 from tests.placement import shuffle_placement
 from tests.toy_model import ToyModel, decode_all, prefilled
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=2, head_dim=16)
 SCHEDULES = ("late", "early", "random")
+GEOMETRY_ROW = (GEOMETRY.kv_heads, GEOMETRY.head_dim)
 CONTEXT = 512
 
 Ids = npt.NDArray[np.int32]
@@ -41,18 +39,15 @@ def deferred_device(seed: int) -> CpuDevice:
 
 
 class Stage:
-    """A store, an engine over its planes, and host-side helpers."""
+    """A store with a Host arena, and host-side helpers."""
 
-    def __init__(self, device: CpuDevice, *, slots: int = 4, staging_pages: int = 4) -> None:
+    def __init__(self, device: CpuDevice) -> None:
         config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=CONTEXT, max_concurrency=2,
-                                kv_capacity=pk.ExplicitCapacity(1024))  # fmt: skip
+                                kv_capacity=pk.ExplicitCapacity(1024), host_arena_bytes=1 << 18)  # fmt: skip
         self.device = device
         self.store = pk.open_store(config, device=device)
         shuffle_placement(self.store, seed=3)
         self.random = np.random.default_rng(11)
-        self.mover = PageMover(device, self.store.ops, self.store.stream, {"main": self.planes}, slots=slots,
-                               staging_pages=staging_pages)  # fmt: skip
-        self.engine = TransferEngine(self.mover)
 
     @property
     def planes(self) -> list[tuple[Any, PlaneGeometry]]:
@@ -70,23 +65,6 @@ class Stage:
     def get(self, array: Any) -> npt.NDArray[Any]:
         """Copy a device array to the host, after everything on the store's stream."""
         return to_host(self.device, self.store.stream, array)
-
-    def extent(self, pages: int, name: str = "extent") -> npt.NDArray[np.uint8]:
-        """Return pinned host memory for so many packed pages."""
-        return self.device.pinned((self.mover.packed_bytes("main", pages),), np.uint8, name=name)
-
-    def extent_of(self, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        """Return a pinned extent that holds pages (n, H, P, D) of K and of V."""
-        extent = self.extent(len(k), "saved extent")
-        for part, values in zip(self.packed(extent, len(k)), (k, v), strict=True):
-            part[...] = values
-        return extent
-
-    def packed(self, extent: npt.NDArray[np.uint8], pages: int) -> list[npt.NDArray[Any]]:
-        """Return the parts of an extent as (n, H, P, D) arrays, one per plane."""
-        layout = PackedPlanes(tuple(geometry for _, geometry in self.planes), pages)
-        return [extent[offset : offset + plane.span_bytes].view(plane.dtype).reshape(plane.shape)
-                for plane, offset in zip(layout.planes, layout.offsets_bytes, strict=True)]  # fmt: skip
 
     def activate(self, tokens: int) -> pk.Sequence:
         """Activate a sequence that may have so many tokens."""
@@ -125,181 +103,116 @@ class Stage:
                                                stream=stream)  # fmt: skip
         return out
 
-    def ids(self, sequence: pk.Sequence) -> Ids:
-        """Return the page ids of a sequence."""
-        return np.array(self.store.page_ids(sequence), np.int32)
+    def kept(self, tokens: int) -> tuple[pk.Continuation, Bits, Bits]:
+        """Retain a sequence of so many tokens; return their rows too."""
+        sequence, k, v = self.filled(tokens)
+        saved = self.store.finish(sequence, retain=True, state="complete")
+        assert saved is not None
+        return saved, k, v
 
-    def plan(self, direction: Direction, sources: Ids, destinations: Ids, *, host_pages: int) -> Transfer:
-        """Plan a transfer of pages that a sequence holds."""
-        pages = self.store._ledger.active["main"].pages
-        on_device = destinations if direction == "h2d" else sources
-        logical = np.array([np.flatnonzero(pages.device == page_id)[0] for page_id in on_device.tolist()], np.int32)
-        return self.engine.ledger.plan(direction, "main", pages, logical, sources, destinations, host_pages=host_pages)
+    def rows(self, held: pk.Sequence) -> list[Bits]:
+        """Return the committed rows (tokens, H, D) of K and of V of a sequence."""
+        ids, tokens = self.store.page_ids(held), self.store.committed_tokens(held)
+        return [self.get(plane)[ids].swapaxes(1, 2).reshape(-1, *GEOMETRY_ROW)[:tokens] for plane, _ in self.planes]
 
-    def move(self, direction: Direction, ids: Ids, extent: npt.NDArray[np.uint8]) -> Transfer:
-        """Submit a save of pages to an extent (d2h), or a restore of them (h2d)."""
-        host = np.arange(ids.size, dtype=np.int32)
-        sources, destinations = (ids, host) if direction == "d2h" else (host, ids)
-        transfer = self.plan(direction, sources, destinations, host_pages=ids.size)
-        assert self.engine.submit(transfer, extent)
-        return transfer
+    def restored(self, source: pk.Continuation) -> pk.Sequence:
+        """Activate from a continuation, beside other work, and poll until it is there."""
+        sequence = self.store.activate(source=source, prompt_tokens=0, output_tokens=0, wait=False)
+        self.poll()
+        return sequence
 
-    def finish_transfer(self, transfer: Transfer) -> None:
-        """Poll until the transfer is done, then publish it."""
-        while transfer.state == "submitted":
-            self.engine.poll()
-        self.engine.publish(transfer)
+    def poll(self) -> None:
+        """End every copy in flight."""
+        while self.store.poll_copies():
+            pass
 
 
 @contextmanager
-def staged(device: CpuDevice, **options: int) -> Iterator[Stage]:
+def staged(device: CpuDevice) -> Iterator[Stage]:
     """Open a stage; close its store when the scene ended well, invariants checked."""
-    stage = Stage(device, **options)
+    stage = Stage(device)
     yield stage
-    stage.engine.drain()
     stage.store.check()
     stage.store.close()
 
 
-def pages_of(rows: Bits) -> Bits:
-    """Cut rows (tokens, H, D) into whole pages (n, H, 64, D)."""
-    return rows.reshape(-1, 64, *rows.shape[1:]).swapaxes(1, 2)
-
-
-def save_behind_append(device: CpuDevice) -> None:
-    """S45: pages are saved while the unit that wrote them may still wait; the host gets the new content."""
+def demote_behind_a_copied_tail(device: CpuDevice) -> None:
+    """S45: a checkpoint goes to the Host while the copy of its tail may still wait."""
     with staged(device) as stage:
-        sequence = stage.activate(192)
-        k, v = stage.append(sequence, 192)
-        extent = stage.extent(3)
-        transfer = stage.move("d2h", stage.ids(sequence), extent)
-        stage.finish_transfer(transfer)
-        saved = [part.copy() for part in stage.packed(device.readable(extent), 3)]
-        stage.settle()
-
-        assert np.array_equal(pages_of(k), saved[0])
-        assert np.array_equal(pages_of(v), saved[1])
+        sequence, k, v = stage.filled(100)
+        checkpoint = stage.store.snapshot(sequence, state="complete")
+        stage.store.demote(checkpoint, wait=False)
+        stage.poll()
+        stage.store.finish(sequence)
+        for values, rows in zip((k, v), stage.rows(stage.restored(checkpoint)), strict=True):
+            assert np.array_equal(values, rows)
 
 
 def restore_behind_reader(device: CpuDevice) -> None:
-    """S46: pages are overwritten while attention over their old content may still wait."""
+    """S46: page groups that attention may still read go to a continuation that comes back from the Host."""
     with staged(device) as stage:
-        sequence, *_ = stage.filled(128)
-        expected = stage.get(stage.attend(sequence, 128))
-        k, v = pages_of(stage.noise(128, 2, 16)), pages_of(stage.noise(128, 2, 16))
-        extent = stage.extent_of(k, v)
-        out = stage.attend(sequence, 128)
-        transfer = stage.move("h2d", stage.ids(sequence), extent)
-        stage.engine.wait(transfer)
-        stage.engine.publish(transfer)
+        saved, k, _ = stage.kept(512)
+        stage.store.demote(saved)
+        sequence, *_ = stage.filled(512)
+        expected = stage.get(stage.attend(sequence, 512))
+        out = stage.attend(sequence, 512)
+        stage.store.finish(sequence)
+        restored = stage.restored(saved)
 
         assert np.array_equal(expected, stage.get(out))
-        assert np.array_equal(k, stage.get(stage.planes[0][0])[stage.ids(sequence)])
-
-
-def read_behind_restore(device: CpuDevice) -> None:
-    """A restore that does not block the host: its next reader waits on the stream."""
-    with staged(device) as stage:
-        sequence, k, v = stage.filled(128)
-        expected = stage.get(stage.attend(sequence, 128))
-        extent = stage.extent_of(pages_of(k), pages_of(v))
-        for plane, _ in stage.planes:
-            device.copy(plane, np.full(plane.shape, 0x4040, np.uint16), stage.store.stream)
-        stage.store.stream.synchronize()
-        transfer = stage.move("h2d", stage.ids(sequence), extent)
-        stage.engine.order_before(transfer, stage.store.stream)
-        stage.engine.publish(transfer)
-        out = stage.attend(sequence, 128)
-
-        assert np.array_equal(expected, stage.get(out))
-        stage.engine.wait(transfer)
+        assert np.array_equal(k, stage.rows(restored)[0])
 
 
 def move_both_ways(device: CpuDevice) -> None:
-    """Saves and restores of shredded pages run side by side, each through its lane's staging and slots."""
-    with staged(device, slots=2) as stage:
-        sequence, k, v = stage.filled(448)
-        ids = stage.ids(sequence)
-        old, new = ids[:3], ids[3:6]
-        restored = pages_of(stage.noise(192, 2, 16)), pages_of(stage.noise(192, 2, 16))
-        source = stage.extent_of(*restored)
-        saves, host = [], np.arange(3, dtype=np.int32)
-        for number in range(5):
-            extent = stage.extent(3, f"saved extent {number}")
-            save = stage.plan("d2h", np.roll(old, number), host, host_pages=3)
-            while not stage.engine.submit(save, extent, method="packed"):
-                for done in stage.engine.poll():
-                    stage.engine.publish(done)
-            saves.append((extent, number))
-            if number == 1:
-                restore = stage.plan("h2d", host, new, host_pages=3)
-                assert stage.engine.submit(restore, source, method="packed")
-        while stage.engine.ledger.open:
-            for done in stage.engine.poll():
-                stage.engine.publish(done)
-
-        for extent, number in saves:
-            for rows, part in zip((k, v), stage.packed(device.readable(extent), 3), strict=True):
-                assert np.array_equal(np.roll(pages_of(rows)[:3], number, axis=0), part)
-        for values, (plane, _) in zip(restored, stage.planes, strict=True):
-            assert np.array_equal(values, stage.get(plane)[new])
-
-
-def trim_while_saving(device: CpuDevice) -> None:
-    """A mapped page behind the frontier is saved; it may be trimmed and written anew only after that."""
+    """Demotions and restores run side by side, each through its lane's staging and slots; more than there are slots."""
     with staged(device) as stage:
-        sequence = stage.activate(192)
-        batch = stage.store.batch([sequence])
-        k, _ = stage.append(sequence, 192)
-        stage.store.wait(stage.unit)
-        stage.store.commit(stage.unit, 64)
-        extent = stage.extent(3)
-        transfer = stage.move("d2h", stage.ids(sequence), extent)
-        _until_accepted(lambda: stage.store.trim(batch), lambda: stage.finish_transfer(transfer))
-        stage.append(sequence, 128)
-        stage.settle()
-        if transfer.state == "submitted":
-            stage.finish_transfer(transfer)
-
-        assert np.array_equal(pages_of(k), stage.packed(device.readable(extent), 3)[0])
-
-
-def finish_while_saving(device: CpuDevice) -> None:
-    """S26: a sequence ends while its pages are saved; the next one gets them only after that."""
-    _release_while_saving(device, is_aborted=False)
+        first = [stage.kept(64) for _ in range(6)]
+        for saved, *_ in first[:3]:
+            stage.store.demote(saved)
+        coming = [(stage.store.activate(source=saved, prompt_tokens=1, output_tokens=0, wait=False), k)
+                  for saved, k, _ in first[:2]]
+        for saved, *_ in first[3:]:
+            stage.store.demote(saved, wait=False)
+        stage.poll()
+        for sequence, k in coming:
+            assert np.array_equal(k, stage.rows(sequence)[0])
+            stage.store.finish(sequence)
+        for saved, k, v in first[2:]:
+            sequence = stage.restored(saved)
+            for values, rows in zip((k, v), stage.rows(sequence), strict=True):
+                assert np.array_equal(values, rows)
+            stage.store.finish(sequence)
 
 
-def abort_while_saving(device: CpuDevice) -> None:
-    """S26 to S28: an aborted transfer holds its pages until what it queued has run."""
-    _release_while_saving(device, is_aborted=True)
-
-
-def _release_while_saving(device: CpuDevice, *, is_aborted: bool) -> None:
+def write_behind_demotion(device: CpuDevice) -> None:
+    """S26: the page groups of a demoted continuation are written anew only when they have been copied."""
     with staged(device) as stage:
-        sequence, other = stage.activate(512), stage.activate(512)
-        stage.append(sequence, 192)
-        stage.settle()
-        transfer = stage.move("d2h", stage.ids(sequence), stage.extent(3))
-        assert not (is_aborted and stage.engine.abort(transfer))
-        end = _poll_until_aborted if is_aborted else Stage.finish_transfer
-        _until_accepted(lambda: stage.store.finish(sequence), lambda: end(stage, transfer))
-        stage.filled(512)  # another sequence writes every page that was released
-        if is_aborted:
-            _poll_until_aborted(stage, transfer)
-        stage.store.finish(other)
+        saved, k, v = stage.kept(512)
+        stage.store.demote(saved, wait=False)
+        for _ in range(2):
+            if stage.store.memory_summary()["main"]["available_pages"] < 16:
+                stage.poll()
+        for _ in range(2):
+            stage.filled(512)  # every page group of the pool
+        for sequence in stage.store.sequences():
+            stage.store.finish(sequence)
+        for values, rows in zip((k, v), stage.rows(stage.restored(saved)), strict=True):
+            assert np.array_equal(values, rows)
 
 
-def save_and_read(device: CpuDevice) -> None:
-    """The owner publishes as soon as the ledger lets it, and reads the host replica."""
+def write_behind_aborted_restore(device: CpuDevice) -> None:
+    """S27, S28: an aborted activation holds its page groups until what it queued has run."""
     with staged(device) as stage:
-        sequence, k, _ = stage.filled(64)
-        extent = stage.extent(1)
-        transfer = stage.move("d2h", stage.ids(sequence), extent)
-        _until_accepted(lambda: stage.engine.publish(transfer), lambda: stage.engine.wait(transfer))
-        saved = stage.packed(device.readable(extent), 1)[0].copy()
-        stage.engine.wait(transfer)
-
-        assert np.array_equal(pages_of(k), saved)
+        saved, *_ = stage.kept(512)
+        stage.store.demote(saved)
+        sequence = stage.store.activate(source=saved, prompt_tokens=0, output_tokens=0, wait=False)
+        stage.store.abort(sequence)
+        if stage.store.memory_summary()["main"]["available_pages"] < 16:
+            stage.poll()
+        first, k, v = stage.filled(512)
+        stage.filled(512)
+        for values, rows in zip((k, v), stage.rows(first), strict=True):
+            assert np.array_equal(values, rows)
 
 
 def decode_in_a_loop(device: CpuDevice) -> None:
@@ -342,21 +255,7 @@ def decode_by_polling(device: CpuDevice) -> None:
         assert len(text) == 3
 
 
-def _until_accepted(act: Callable[[], object], otherwise: Callable[[], object]) -> None:
-    """Do something that a transfer may forbid; when it does, do the other thing first."""
-    try:
-        act()
-    except pk.MisuseError:
-        otherwise()
-        act()
-
-
-def _poll_until_aborted(stage: Stage, transfer: Transfer) -> None:
-    while transfer.state != "aborted" or transfer in stage.engine.ledger.open:
-        stage.engine.poll()
-
-
 SCENES: tuple[Scene, ...] = (
-    save_behind_append, restore_behind_reader, read_behind_restore, move_both_ways, trim_while_saving,
-    finish_while_saving, abort_while_saving, save_and_read, decode_in_a_loop, decode_by_polling,
+    demote_behind_a_copied_tail, restore_behind_reader, move_both_ways, write_behind_demotion,
+    write_behind_aborted_restore, decode_in_a_loop, decode_by_polling,
 )  # fmt: skip

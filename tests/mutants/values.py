@@ -39,6 +39,8 @@ MUTANTS: tuple[Mutant, ...] = (
            "host/test_codecs.py"),
     Mutant("C4.5", "quantized profiles take any head_dim", "values/profiles.py",
            "HEAD_DIMS_QUANTIZED if profile.is_quantized else ", "", "host/test_profiles.py"),
+    Mutant("C5.1", "room to retain is forgotten", "values/config.py",
+           " + pages_for_tokens(self.retained_tokens)", "", "host/test_config.py"),
     Mutant("C5.1", "M_min forgets that every lane needs a page", "values/config.py",
            "return max(self.blocks, self.max_concurrency)", "return self.blocks", "host/test_config.py"),
     Mutant("C5.2", "a capacity below S is accepted", "values/config.py",
@@ -58,5 +60,5 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("C5.6", "the lead is a whole window longer", "values/config.py",
            "lead = backend.draft_window - 1", "lead = backend.draft_window", "host/test_speculation.py"),
     Mutant("C5.7", "packed parts are not rounded to 256 bytes", "values/planes.py",
-           "align_up(plane.span_bytes, SLAB_ALIGN_BYTES)", "plane.span_bytes", "host/test_planner.py"),
+           "align_up(plane.page_bytes, SLAB_ALIGN_BYTES)", "plane.span_bytes", "host/test_planner.py"),
 )  # fmt: skip

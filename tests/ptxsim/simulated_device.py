@@ -111,6 +111,10 @@ class SimulatedDevice:
         if (buffer := self.buffers.get(_address_of(destination))) is not None:
             buffer.valid[:] = 1
 
+    def address(self, array: Any) -> int:
+        """Return the address at which the emulator has an array too."""
+        return _address_of(array)
+
     def require_usable(self, what: str, array: object, *, is_written: bool) -> None:
         """Accept every array: the sanitizer looks at what a launch does with it."""
 
@@ -158,7 +162,10 @@ class SimulatedKernel:
         self.module = module
         self.name = name
 
-    def launch(self, grid: Extent, block: Extent, arguments: Sequence[Any], stream: object, **ignored: object) -> None:
+    def launch(
+        self, grid: Extent, block: Extent, arguments: Sequence[Any], stream: object, *, through: Sequence[Any] = (),
+        **ignored: object,
+    ) -> None:
         device = self.module.device
         memory = device.simulator.Memory()
         values = []
@@ -167,6 +174,9 @@ class SimulatedKernel:
             values.append(device.buffers[_address_of(argument)] if is_array else argument)
             if is_array:
                 memory.bufs[values[-1].name] = values[-1]
+        for array in through:
+            buffer = device.buffers[_address_of(array)]
+            memory.bufs[buffer.name] = buffer
         result = self.module.program.launch(self.name, grid, block, values, mem=memory, check_warp=True,
                                             check_global_races=True, threads=1)
         if result.errors:

@@ -28,7 +28,7 @@ from pagedkv.ops.modules import (
 from pagedkv.ops.ops import Ops
 from pagedkv.ops.page_moves import set_entries
 from pagedkv.values.attention_shape import AttentionShape, workspace_bytes
-from pagedkv.values.planes import PackedPlanes
+from pagedkv.values.layout import PLANE_WORDS
 from pagedkv.values.profiles import CODEC_EVENTS, HEAD_DIMS_CONTEXT, HEAD_DIMS_QUANTIZED, PROFILES, plane_schema
 from tests.kernels.arrays import bf16_noise, scattered_table, to_device, to_host
 from tests.kernels.cpu_helpers import cpu_device
@@ -112,11 +112,12 @@ def test_page_moves_give_the_same_bits(cpu: CpuDevice, simulated: SimulatedDevic
         cache.ops.bf16_from_f32(rounded, cache.put(floats), stream=cache.stream)
         cache.ops.f32_from_bf16(promoted.view(np.float32), cache.put(halves), stream=cache.stream)
         packed: Results = {}
-        for plane, geometry in planes:  # one by one: the emulator knows no slices
-            pages = cache.put(np.zeros(PackedPlanes((geometry,), 2).total_bytes, np.uint8))
-            cache.ops.pack_pages([(plane, geometry)], cache.ints([3, 7]), pages, stream=cache.stream)
-            cache.ops.unpack_pages([(plane, geometry)], cache.ints([1, 0]), pages, stream=cache.stream)
-            packed[f"packed {geometry.role}"] = cache.get(pages)
+        words = cache.put(np.zeros((len(planes), PLANE_WORDS), np.int64))
+        described = cache.ops.plane_table(planes, words, stream=cache.stream)
+        records = cache.put(np.zeros(2 * described.record.total_bytes, np.uint8))
+        cache.ops.pack_pages(described, cache.ints([3, 7]), records, stream=cache.stream)
+        cache.ops.unpack_pages(described, cache.ints([1, 0]), records, stream=cache.stream)
+        packed["records"] = cache.get(records)
         table = cache.put(np.zeros((5, 7), np.int32))
         entries = np.array([[34, 0, 17], [11, 12, 13]], np.int64)
         set_entries(cache.ops.kernels.page_moves()["set_entries"], table, cache.put(entries), 3, stream=cache.stream)

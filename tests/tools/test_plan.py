@@ -74,7 +74,7 @@ def test_the_printed_advice_gives_the_same_plan(profile: str, backend: tuple[str
 
 def test_the_table_shows_every_owner_and_the_total() -> None:
     """Bytes are exact; a rounded size stands beside them.  (C5.3)"""
-    options = (*TINY, "--free-bytes", "55MiB", "--headroom", "0", "--host-arena", "1MiB")
+    options = (*TINY, "--free-bytes", "60MiB", "--headroom", "0", "--host-arena", "1MiB")
     report = planned(*options)
     rows = [line.rsplit(maxsplit=3) for line in invoke(*options).stdout.splitlines() if line.startswith("  ")]
     table = {row[0].strip(): int(row[1]) for row in rows}

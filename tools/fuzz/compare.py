@@ -73,7 +73,7 @@ def committed_bytes(
     holdings: Mapping[int, Holding],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.uint16]]:
     """Return the ids of page groups, (n,), which of their columns are committed, (n, 64), and their tags, (n, 64)."""
-    written = [holding for holding in holdings.values() if holding.committed]
+    written = [holding for holding in holdings.values() if holding.committed and holding.page.is_on_device]
     page_ids = np.array([holding.page.page_id for holding in written], np.int64)
     counts = np.array([holding.committed for holding in written], np.int64)
     tags = np.array([holding.page.tags for holding in written], np.uint16).reshape(-1, pk.PAGE_TOKENS)
@@ -130,13 +130,15 @@ def _compare_pool(
         _learn_members(where, space, retained_space.members.tolist())
     holdings = _holdings(pool, by_row.values(), retained)
     _compare_pages(model, pool, view, holdings)
-    allocated, reserved = len(holdings), sum(space.entitlement - len(space.pages) for space in spaces)
+    allocated = sum(holding.page.is_on_device for holding in holdings.values())
+    reserved = sum(space.entitlement - len(space.pages) for space in spaces)
     require_same(
         f"pool {pool}: (allocated, reserved, available, bound)",
         (allocated, reserved, capacity - allocated - reserved, len(bound)),
         (view.allocated, view.reserved, view.available, view.bound),
     )
-    ids = bound + [holding.page.page_id for holding in holdings.values() if holding.page.page_id is not None]
+    ids = bound + [holding.page.page_id for holding in holdings.values()
+                   if holding.page.is_on_device and holding.page.page_id is not None]  # fmt: skip
     if len(set(ids)) != len(ids):
         raise AssertionError(f"pool {pool}: one id in two places: {ids}")
     leased = view.lease_serials.nonzero()[0].tolist()
@@ -212,9 +214,15 @@ def _compare_pages(model: LedgerModel, pool: str, view: pk.PoolInspection, holdi
         # A full page of one active space may have one or not: nothing is appended to it either way.
         if writer != holding.row and (writer != -1 or committed < pk.PAGE_TOKENS):
             raise AssertionError(f"pool {pool} descriptor {logical}: writer {writer}, model {holding}")
+    hosts = view.host.tolist()
+    for holding in holdings.values():
+        page, logical = holding.page, holding.page.logical
+        assert logical is not None, "a page was not learned"
+        require_same(f"pool {pool} descriptor {logical}: Host replica", page.host is not None, hosts[logical] >= 0)
     identities = [identity_of(holding.page) for holding in holdings.values()]
     for what, *values in zip(IDENTITY, *identities, strict=True):
-        if len(set(values)) != len(values):
+        distinct = [value for value in values if what not in ("page_id", "lease") or value > 0]
+        if len(set(distinct)) != len(distinct):
             raise AssertionError(f"pool {pool}: one {what} in two places: {values}")
 
 

@@ -41,6 +41,9 @@ KIND_OF = {"overreach": "begin", "use_up": "begin", "resume": "activate", "cut":
 FOLLOWS = "follows"
 """In an event, the word for `pk.STATE_FOLLOWS`."""
 
+HOST_PAGE_BYTES = 2 * pk.PAGE_TOKENS * 16 * 2
+"""Bytes of a Host page of Main: K and V of one head of 16 dims in BF16."""
+
 MISUSES = 12
 """Number of calls in `Walk` that are never right."""
 
@@ -75,6 +78,7 @@ class WalkShape:
         forced_span: the most tokens that are appended at once without sampling.
         decode_columns: W of the widest unit; 0 means the need of the backend.
         sanitizer: whether tables and pages are watched for corruption.
+        host_pages: of Main, that the Host arena takes.
     """
 
     max_context: int
@@ -87,6 +91,7 @@ class WalkShape:
     forced_span: int = 0
     decode_columns: int = 0
     sanitizer: bool = False
+    host_pages: int = 0
 
     @property
     def widest_columns(self) -> int:
@@ -107,6 +112,7 @@ class WalkShape:
             backend=backend, prefill_columns_max=16, decode_columns_max=self.decode_columns or None,
             kv_lease_growth=self.lease_window > 0, lease_window_tokens=self.lease_window or pk.PAGE_TOKENS,
             forced_span_tokens=self.forced_span, sanitizer=self.sanitizer,
+            host_arena_bytes=self.host_pages * HOST_PAGE_BYTES,
         )  # fmt: skip
 
 
@@ -130,12 +136,14 @@ def draw_shape(rng: random.Random) -> WalkShape:
     pages = max(rng.randint(least, most), rng.randint(least, most))
     backend, window = rng.choice((("", 0), ("mtp", 1), ("mtp", 2), ("mtp", 5), ("mtp", 15), ("draft", 0), ("draft", 0)))
     role = rng.choice(("k_code", "v_code"))
+    host_pages = rng.choice((0, rng.randint(1, 2 * pages), rng.randint(1, 2 * pages)))
     if not grows:
-        return WalkShape(max_context, max_concurrency, pages, backend, window, role, sanitizer=is_watched)
+        return WalkShape(max_context, max_concurrency, pages, backend, window, role, sanitizer=is_watched,
+                         host_pages=host_pages)  # fmt: skip
     return WalkShape(
         max_context, max_concurrency, min(pages, least + rng.randint(0, blocks)), backend, window, role,
         lease_window=rng.choice((1, 100, 130, 200)), forced_span=rng.choice((0, 63, 64, 100)),
-        decode_columns=rng.choice((0, rng.randint(window + 1, 16))), sanitizer=is_watched,
+        decode_columns=rng.choice((0, rng.randint(window + 1, 16))), sanitizer=is_watched, host_pages=host_pages,
     )  # fmt: skip
 
 
@@ -167,7 +175,7 @@ class EventDrawer:
             self.activate: 7, self.begin: 26, self.commit: 26, self.fail: 3, self.trim: 8, self.truncate: 8,
             self.ensure: 3, self.finish: 9, self.abort: 1, self.batch: 4, self.misuse: 1, self.overreach: 3,
             self.resume: 24, self.snapshot: 8, self.release: 4, self.protect: 6, self.cut: 8, self.attach: 4,
-            self.round: 1,
+            self.round: 1, self.demote: 10 if self.model.host_bytes else 0.3, self.drop: 5,
         }  # fmt: skip
         if self.model.growth is not None:  # rows that live long enough to use their leases up
             weights |= {self.round: 26, self.use_up: 26, self.truncate: 2, self.finish: 4, self.release: 8}
@@ -242,9 +250,23 @@ class EventDrawer:
         if self.model.growth is not None:
             prompt = min(prompt, rng.randint(0, 64))
         keeps = rng.random() < (0.4 if len(self.model.retained) > RETAINED_MANY else 0.6)
+        host: Arguments = {}
+        if self.model.host_bytes and rng.random() < 0.5:
+            host = {"demotes": (keeps and rng.random() < 0.7) or self._breaks_rule(), "wait": rng.random() < 0.5,
+                    "ends": rng.choice(("poll", "poll", "abort"))}  # fmt: skip
         return self._with_copy_fault(
-            prompt=prompt, output=total - prompt, source=continuation.name, frontier=frontier, keeps=keeps
+            prompt=prompt, output=total - prompt, source=continuation.name, frontier=frontier, keeps=keeps, **host
         )
+
+    # ---- the Host tier ----------------------------------------------------------------------------
+
+    def demote(self) -> Arguments:
+        """Pages of a continuation that go to the Host; sometimes of one that ended."""
+        return self._with_copy_fault(continuation=self._continuation().name, wait=self.rng.random() < 0.5)
+
+    def drop(self) -> Arguments:
+        """One replica of pages that have two."""
+        return {"continuation": self._continuation().name, "replica": self.rng.choice(("device", "host"))}
 
     # ---- continuations ----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Check a latched store against the contract.  (C12.4)
 
     refused     every public call, with None for each argument: the store asks its latch first
-    answered    memory_summary, event_counts, evidence; close, also twice
+    answered    memory_summary, host_summary, event_counts, evidence; close, also twice
     afterwards  closed: the same calls are misuse, the evidence stays
 
 A store latches when a publication or a withdrawal breaks off (C11.2): the ledgers have changed, and no table has
@@ -16,7 +16,7 @@ import pagedkv as pk
 from pagedkv.tools.fuzz.compare import require_same
 from pagedkv.tools.fuzz.ledger_model import LedgerModel
 
-ANSWERED = frozenset({"close", "memory_summary", "event_counts", "latch"})
+ANSWERED = frozenset({"close", "memory_summary", "host_summary", "event_counts", "latch"})
 """Public methods of a store that answer when it is latched."""
 
 

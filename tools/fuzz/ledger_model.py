@@ -33,10 +33,11 @@ def pages_of(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The pages of a pool, and how far a row may lead its budget in the pool."""
+    """The pages of a pool, how far a row may lead its budget in the pool, and the bytes of a Host page."""
 
     capacity: int
     lead_tokens: int
+    record_bytes: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Page:
         tags: (64,) uint16, the last tag written into each column.
         logical, page_id: the descriptor, and the page group.
         lease, identity, content: serial of the page group, generation of the descriptor, content epoch.
+        is_on_device: whether it has a Device replica; else its page group is -1, and its lease 0.
+        host: columns that its Host replica covers, or None without one.
     """
 
     tags: npt.NDArray[np.uint16]
@@ -73,6 +76,8 @@ class Page:
     lease: int | None = None
     identity: int | None = None
     content: int | None = None
+    is_on_device: bool = True
+    host: int | None = None
 
     @classmethod
     def new(cls, tags: npt.NDArray[np.uint16] | None = None) -> Page:
@@ -146,22 +151,23 @@ class Target:
     source: ContinuationModel | None = None
     frontier: Frontier = None
     keeps: bool = True
+    demotes: bool = False
 
 
 @dataclass(frozen=True)
 class RightRefusal:
-    """A right refusal; `needed` is None where any number is right."""
+    """A right refusal; `needed` or `available` is None where any number is right."""
 
     pool: str
     needed: int | None
-    available: int
+    available: int | None
     reason: str
     forever: bool = False
 
     def matches(self, refusal: pk.Refusal) -> bool:
         """Return whether a store's refusal is this one."""
-        fields = (refusal.pool, refusal.available, refusal.reason, refusal.forever)
-        is_same = fields == (self.pool, self.available, self.reason, self.forever)
+        fields = (refusal.pool, refusal.reason, refusal.forever)
+        is_same = fields == (self.pool, self.reason, self.forever) and self.available in (None, refusal.available)
         return is_same and self.needed in (None, refusal.needed)
 
 
@@ -170,9 +176,10 @@ class LedgerModel:
 
     def __init__(
         self, pools: Mapping[str, PoolShape], *, max_context: int, max_concurrency: int,
-        forced_tokens: int = 0, growth: GrowthShape | None = None,
+        forced_tokens: int = 0, growth: GrowthShape | None = None, host_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.pools = dict(pools)
+        self.host_bytes = host_bytes
         self.forced_tokens = forced_tokens
         self.growth = growth
         self.max_context = max_context
@@ -212,8 +219,8 @@ class LedgerModel:
         return sum(page in space.pages for space in self.spaces(pool))
 
     def allocated(self, pool: str) -> int:
-        """Return the number of distinct pages that belong to a space.  (C6.4)"""
-        return len({id(page) for space in self.spaces(pool) for page in space.pages})
+        """Return the number of distinct pages that belong to a space, and lie on the Device.  (C6.4)"""
+        return len({id(page) for space in self.spaces(pool) for page in space.pages if page.is_on_device})
 
     def reserved(self, pool: str) -> int:
         """Return the pages that active spaces may still map."""
@@ -224,12 +231,113 @@ class LedgerModel:
         """Return the pages that anyone may still reserve."""
         return self.pools[pool].capacity - self.allocated(pool) - self.reserved(pool)
 
+    # ---- the Host tier ----------------------------------------------------------------------------
+
+    def host_bytes_free(self) -> int:
+        """Return the bytes of the arena that no record holds; records of two sizes may not fit nevertheless.  (C8.2)"""
+        used = 0
+        for pool, shape in self.pools.items():
+            pages = {id(page): page for space in self.spaces(pool) for page in space.pages}
+            used += sum(page.host is not None for page in pages.values()) * shape.record_bytes
+        return self.host_bytes - used
+
+    def idle_pages(self, continuation: ContinuationModel, pool: str) -> list[tuple[Page, int]]:
+        """Return the pages of a continuation on the Device that no active space holds, and their columns.  (C7.7)"""
+        space = continuation.spaces[pool]
+        in_use = {id(page) for sequence in self.active for page in sequence.spaces[pool].pages}
+        columns = [min(space.frontier - block * pk.PAGE_TOKENS, pk.PAGE_TOKENS) for block in range(len(space.pages))]
+        pairs = zip(space.pages, columns, strict=True)
+        return [(page, count) for page, count in pairs if page.is_on_device and id(page) not in in_use]
+
+    def demote_errors(self, continuation: ContinuationModel) -> set[str]:
+        """Errors of a demotion: a stale handle, or a store without an arena.  (C5.7, C7.4)"""
+        return self.stale_errors([continuation]) or (set() if self.host_bytes else {"MisuseError"})
+
+    def demote_refusals(self, continuation: ContinuationModel) -> tuple[list[RightRefusal], bool]:
+        """Return every right refusal of a demotion, and whether it must be refused.  (C8.2)"""
+        copied = {pool: sum((page.host or 0) < count for page, count in self.idle_pages(continuation, pool))
+                  for pool in self.pools}  # fmt: skip
+        needed = {pool: count * self.pools[pool].record_bytes for pool, count in copied.items()}
+        free = self.host_bytes_free()
+        is_sure = sum(needed.values()) > free
+        has_one_size = len({shape.record_bytes for shape in self.pools.values()}) == 1
+        if not is_sure and (has_one_size or not any(needed.values())):
+            return [], False
+        return [RightRefusal(pool, copied[pool], None, "host", forever=needed[pool] > self.host_bytes)
+                for pool in self.pools if copied[pool]], is_sure
+
+    def demote(self, continuation: ContinuationModel) -> int:
+        """Give idle pages a Host replica, and take the Device replica from them; return how many.  (C7.4)"""
+        pages = 0
+        for pool in self.pools:
+            for page, count in self.idle_pages(continuation, pool):
+                page.host = max(page.host or 0, count)
+                self._leave_device(page, pool)
+                pages += 1
+        return pages
+
+    def drop_device(self, continuation: ContinuationModel) -> int:
+        """Take the Device replica from idle pages whose Host replica covers them; return how many.  (C7.7)"""
+        pages = 0
+        for pool in self.pools:
+            for page, count in self.idle_pages(continuation, pool):
+                if (page.host or 0) >= count:
+                    self._leave_device(page, pool)
+                    pages += 1
+        return pages
+
+    def drop_host(self, continuation: ContinuationModel) -> int:
+        """Take the Host replica from idle pages; return its bytes.  (C7.7)"""
+        freed = 0
+        for pool, shape in self.pools.items():
+            for page, _ in self.idle_pages(continuation, pool):
+                freed += shape.record_bytes * (page.host is not None)
+                page.host = None
+        return freed
+
+    def release_plan(self, continuation: ContinuationModel, pool: str) -> tuple[int, ...]:
+        """Return the numbers of a ReleasePlan."""
+        pages, record = continuation.spaces[pool].pages, self.pools[pool].record_bytes
+        own = [page for page in pages if self.references(page, pool) == 1]
+        idle = self.idle_pages(continuation, pool)
+        return (
+            len(pages), len(pages) - len(own), sum(not page.is_on_device for page in pages),
+            sum(page.is_on_device for page in own), sum(page.host is not None for page in own) * record, len(idle),
+            sum((page.host or 0) < count for page, count in idle) * record,
+        )
+
+    def taken_tails(self, target: Target) -> dict[str, Page]:
+        """Return the tail of each pool whose page group a Fork takes, because it lacks exactly one page.  (C10.8)"""
+        taken: dict[str, Page] = {}
+        if target.source is None or not target.demotes:
+            return taken
+        for pool, pages in self.entitlements(target).items():
+            block, tail = divmod(self.frontiers(target)[pool], pk.PAGE_TOKENS)
+            if tail and self._claim(target, pool, pages) == self.available(pool) + 1:
+                page = target.source.spaces[pool].pages[block]
+                if page in [idle for idle, _ in self.idle_pages(target.source, pool)]:
+                    taken[pool] = page
+        return taken
+
+    def _claim(self, target: Target, pool: str, pages: int) -> int:
+        """Return the page groups that an activation claims: those that it does not inherit, and those it restores."""
+        inherited = self.inherited_pages(target, pool)
+        own = [] if target.source is None else target.source.spaces[pool].pages[:inherited]
+        return pages - inherited + sum(not page.is_on_device for page in own)
+
+    def _leave_device(self, page: Page, pool: str) -> None:
+        assert page.lease is not None, "a page was demoted before it was observed"
+        self.retired[f"{pool}.lease"].add(page.lease)
+        page.is_on_device, page.page_id, page.lease = False, -1, 0
+
     # ---- activation -------------------------------------------------------------------------------
 
     def target_errors(self, target: Target) -> set[str]:
         """Errors of a target: counts, a stale source or one without state, a frontier beyond the source's."""
         source = target.source
         if target.prompt < (source is None) or target.output < 0:
+            return {"MisuseError"}
+        if target.demotes and (source is None or not target.keeps):
             return {"MisuseError"}
         if source is None:
             return set() if target.frontier is None and target.keeps else {"MisuseError"}
@@ -290,16 +398,25 @@ class LedgerModel:
         if len(self.active) == self.max_concurrency:
             refusals.append(RightRefusal("rows", 1, 0, "rows"))
             is_sure = True
+        taken = self.taken_tails(target)
         for pool, pages in self.entitlements(target).items():
             inherited, available, returned = self.inherited_pages(target, pool), self.available(pool), 0
-            has_copy = inherited * pk.PAGE_TOKENS < self.frontiers(target)[pool]
+            claim = self._claim(target, pool, pages) - (pool in taken)
+            first = claim - (pages - inherited - (pool in taken))  # restored pages, and a copied tail
+            first += inherited * pk.PAGE_TOKENS < self.frontiers(target)[pool] and pool not in taken
             if target.source is not None and not target.keeps:
                 rest = target.source.spaces[pool].pages[inherited:]
-                returned = sum(self.references(page, pool) == 1 for page in rest)
-            claim = pages - inherited
-            if claim > available or has_copy > available:
-                refusals.append(RightRefusal(pool, None if returned else claim, available, "pages"))
-                is_sure = is_sure or claim > available + returned
+                returned = sum(self.references(page, pool) == 1 and page.is_on_device for page in rest)
+            if claim > available or first > available:
+                refusals.append(RightRefusal(pool, None if returned else max(claim, first), available, "pages"))
+                is_sure = is_sure or claim > available + returned or first > available
+        backups = [pool for pool, page in taken.items() if page.host is None]
+        if sum(self.pools[pool].record_bytes for pool in backups) > self.host_bytes_free():
+            refusals += [RightRefusal(pool, 1, None, "host", forever=self.host_bytes < self.pools[pool].record_bytes)
+                         for pool in backups]  # fmt: skip
+            is_sure = True
+        elif len(backups) > 1:
+            refusals += [RightRefusal(pool, 1, None, "host") for pool in backups]
         return refusals, is_sure
 
     def activate(self, name: int, target: Target, row: int) -> SequenceModel:
@@ -308,7 +425,7 @@ class LedgerModel:
         assert row not in [sequence.row for sequence in self.active], f"row {row} is leased twice"
         spaces: dict[str, Space] = {}
         left: list[tuple[str, Page]] = []  # pages that a moved source loses
-        full = self.full_entitlements(target)
+        full, taken = self.full_entitlements(target), self.taken_tails(target)
         for pool, entitlement in self.entitlements(target).items():
             spaces[pool] = space = Space(entitlement, frontier=self.frontiers(target)[pool], full=full[pool])
             if target.source is None:
@@ -316,10 +433,17 @@ class LedgerModel:
             old = target.source.spaces[pool]
             inherited = self.inherited_pages(target, pool)
             space.pages = old.pages[:inherited]
+            for page in space.pages:
+                if not page.is_on_device:
+                    page.is_on_device, page.page_id, page.lease = True, None, None
             if inherited * pk.PAGE_TOKENS < space.frontier:
                 space.pages.append(Page.new(old.pages[inherited].tags))
+                if pool in taken:
+                    tail = taken[pool]
+                    tail.host = tail.host or min(old.frontier - inherited * pk.PAGE_TOKENS, pk.PAGE_TOKENS)
+                    self._leave_device(tail, pool)
             elif space.frontier % pk.PAGE_TOKENS and space.frontier < old.frontier:
-                self._renew_content(space.pages[-1], pool)  # moved, and cut inside (C7.6)
+                self._renew_content(space.pages[-1], pool, 0)  # moved, and cut inside (C7.6)
             left += [(pool, page) for page in old.pages]
         sequence = SequenceModel(name, row, self.total_tokens(target), spaces)
         self.sequences.append(sequence)
@@ -580,15 +704,20 @@ class LedgerModel:
         )
 
     def truncate_errors(self, holder: Holder, pool: str, tokens: int) -> set[str]:
-        """Errors of a truncate: stale, in flight, an unknown pool, beyond [protected, frontier], a shared page cut."""
+        """Errors of a truncate: stale, in flight, another pool, beyond [protected, frontier], inside a shared page."""
         errors = self.boundary_errors([holder]) if isinstance(holder, SequenceModel) else self.stale_errors([holder])
         space = holder.spaces.get(pool)
         if space is None or not space.protected <= tokens <= space.frontier:
             errors.add("MisuseError")
         elif isinstance(holder, ContinuationModel) and pool == "main" and not tokens:
             errors.add("MisuseError")  # nothing could be resumed from what is left
-        elif not errors and any(self.references(page, pool) > 1 for page in space.pages[tokens // pk.PAGE_TOKENS :]):
-            errors.add("MisuseError")
+        elif not errors:
+            block, tail = divmod(tokens, pk.PAGE_TOKENS)
+            shared = [self.references(page, pool) > 1 for page in space.pages[block:]]
+            is_inside = tail > 0 and tokens < space.frontier and shared[0]
+            lost = sum(shared[tail > 0 :])  # an active space needs another page for each
+            if is_inside or (isinstance(holder, SequenceModel) and lost > self.available(pool)):
+                errors.add("MisuseError")
         return errors
 
     def truncate(self, holder: Holder, pool: str, tokens: int) -> None:
@@ -600,7 +729,7 @@ class LedgerModel:
         if isinstance(holder, ContinuationModel) and tokens < holder.state_frontier.get(pool, 0):
             self.attach(holder, pk.STATE_FOLLOWS, None)
         if tokens < space.frontier and tokens % pk.PAGE_TOKENS:
-            self._renew_content(space.pages[tokens // pk.PAGE_TOKENS], pool)
+            self._renew_content(space.pages[tokens // pk.PAGE_TOKENS], pool, tokens % pk.PAGE_TOKENS)
         space.frontier = tokens
         self._unmap(holder, pool, pages_of(tokens))
 
@@ -650,10 +779,11 @@ class LedgerModel:
                     assert value is not None, f"pool {pool}: a page was unmapped before it was observed"
                     self.retired[f"{pool}.{what}"].add(value)
 
-    def _renew_content(self, page: Page, pool: str) -> None:
+    def _renew_content(self, page: Page, pool: str, columns: int) -> None:
+        """Cut a page: its content is another, and only a page on the Host alone keeps its Host replica."""
         assert page.content is not None, "a committed page was never observed"
         self.retired[f"{pool}.content"].add(page.content)
-        page.content = None
+        page.content, page.host = None, None if page.is_on_device else columns
 
 
 def _are_counts(argument: Counts, entries: int) -> bool:

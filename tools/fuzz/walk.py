@@ -48,7 +48,7 @@ BatchPair = tuple[list[SequenceModel], pk.Batch]
 CHECK_EVERY = 16
 BYTES_EVERY = 4
 
-MOVES_BYTES = frozenset({"activate", "snapshot", "truncate", "release", "finish"})
+MOVES_BYTES = frozenset({"activate", "snapshot", "truncate", "release", "finish", "demote"})
 """Kinds after which bytes are read at once; after every other kind they are read every `BYTES_EVERY` events."""
 
 PUBLISHES = frozenset({"begin", "ensure"})
@@ -76,7 +76,8 @@ class Walk:
         self.device = device
         self.store = pk.open_store(config, cast("pk.Device", device), journal=journal)
         self.model = LedgerModel(
-            {pool.name: PoolShape(pool.pages, pool.lead_tokens) for pool in config.pools},
+            {pool.name: PoolShape(pool.pages, pool.lead_tokens, pool.record_bytes) for pool in config.pools},
+            host_bytes=config.host_arena_bytes,
             max_context=config.max_context, max_concurrency=config.max_concurrency, forced_tokens=shape.forced_span,
             growth=GrowthShape(shape.lease_window, shape.widest_columns + shape.forced_span)
             if shape.lease_window else None,
@@ -224,6 +225,8 @@ class Walk:
         for name, pool in self.store.inspect().pools.items():
             require_same(f"pool {name}: pages at the end", pool.capacity, pool.available)
             require_same(f"pool {name}: live descriptors at the end", 0, int(np.count_nonzero(pool.serial)))
+        if self.model.host_bytes:
+            require_same("Host bytes at the end", 0, self.store.host_summary()["used_bytes"])
         self.store.close()
 
     def _end(self, call: Callable[[T], object], handle: T, follow: Callable[[M], object], model: M) -> None:
@@ -236,12 +239,12 @@ class Walk:
 
     def _activate(
         self, prompt: int, output: int, source: ContinuationPair | None = None, frontier: Any = None,
-        keeps: bool = True,
+        keeps: bool = True, demotes: bool = False, wait: bool = True, ends: str = "poll",
     ) -> None:  # fmt: skip
         model, handle = source or (None, None)
-        target = Target(prompt, output, model, frontier, keeps)
-        arguments = {"prompt_tokens": prompt, "output_tokens": output, "source": handle, "frontier": frontier,
-                     "keep_source": keeps}  # fmt: skip
+        target = Target(prompt, output, model, frontier, keeps, demotes)
+        arguments: dict[str, Any] = {"prompt_tokens": prompt, "output_tokens": output, "source": handle,
+                                     "frontier": frontier, "keep_source": keeps, "allow_demote_source": demotes}
         before, errors = self._inspect(), self.model.target_errors(target)
         explained = self.call(errors, lambda: self._explain(arguments), before=before)
         if explained is REFUSED:
@@ -249,7 +252,13 @@ class Walk:
             return
         self._require_unchanged(before)
         refusals, is_sure = self.model.refusals(target)
-        answer = self._try(lambda: self.store.try_activate(**arguments), before)
+        answer = self._try(lambda: self.store.try_activate(**arguments, wait=wait), before)
+        if isinstance(answer, pk.Sequence) and self.store.is_restoring(answer):
+            if ends == "abort":
+                assert not is_sure, f"granted, model {refusals}"
+                self._abort_restore(answer, before)
+                return
+            self._poll(answer)
         if isinstance(answer, pk.Refusal):
             require_same("explained and answered", explained, answer)
         if not self._is_granted(answer, refusals):
@@ -262,6 +271,56 @@ class Walk:
         number = self._event.number
         self.sequences[number] = self.model.activate(number, target, answer.row), answer
         self.counts["fresh" if source is None else "forks" if keeps else "moves"] += 1
+
+    def _poll(self, sequence: pk.Sequence) -> None:
+        """End a restore; until then the sequence is refused everywhere."""
+        self.counts["restores beside other work"] += 1
+        for use in (self.store.finish, self.store.committed_tokens, self.store.budget_tokens):
+            try:
+                use(sequence)
+            except pk.MisuseError:
+                continue
+            raise AssertionError(f"{use.__name__} took a restoring sequence")
+        self.store.check()
+        while self.store.poll_copies():
+            pass
+
+    def _abort_restore(self, sequence: pk.Sequence, before: pk.StoreInspection) -> None:
+        """Abort a restore: everything is as before.  (C10.2, S26 to S28)"""
+        self.counts["aborted restores"] += 1
+        self.store.abort(sequence)
+        self.store.abort(sequence) if self.store.poll_copies() else None
+        while self.store.poll_copies():
+            pass
+        self._require_unchanged(before)
+
+    # ---- events: the Host tier --------------------------------------------------------------------
+
+    def _demote(self, continuation: ContinuationPair, wait: bool) -> None:
+        model, handle = continuation
+        errors, before = self.model.demote_errors(model), self._inspect()
+        if not errors:
+            for pool, plan in self.store.explain_release(handle).items():
+                require_same(f"release plan of {pool}", self.model.release_plan(model, pool), tuple(plan))
+            self._require_unchanged(before)
+        refusals, is_sure = ([], False) if errors else self.model.demote_refusals(model)
+        answer = self.call(errors, lambda: self._try(lambda: self.store.demote(handle, wait=wait), before),
+                           before=before)  # fmt: skip
+        if not self._is_granted(answer, refusals):
+            return
+        assert not is_sure, f"granted, model {refusals}"
+        while self.store.poll_copies():
+            pass
+        require_same("demoted pages", self.model.demote(model), answer)
+        self.counts["demoted pages"] += cast("int", answer)
+
+    def _drop(self, continuation: ContinuationPair, replica: str) -> None:
+        model, handle = continuation
+        call = {"device": self.store.drop_device, "host": self.store.drop_host}[replica]
+        answer = self.call(self.model.stale_errors([model]), lambda: call(handle))
+        if answer is not REFUSED:
+            follow = {"device": self.model.drop_device, "host": self.model.drop_host}[replica]
+            require_same(f"dropped on the {replica}", follow(model), answer)
 
     def _explain(self, arguments: Mapping[str, Any]) -> pk.ActivationPlan | pk.Refusal:
         target = pk.ActivationTarget(**arguments)

@@ -83,9 +83,10 @@ def _of_kernel(operation: KernelOperation) -> Footprint:
     slots = struct.unpack(f"<{len(launch.slots) // 8}Q", launch.slots)
     writable = {slot for slot, is_const in zip(slots, operation.is_read_only, strict=True) if not is_const}
     arrays = [array for array in launch.keep if array.nbytes]
+    through = tuple(_bounds(array) for array in launch.through if array.nbytes)
     return Footprint(
-        may_read=tuple(_bounds(array) for array in arrays),
-        may_write=tuple(_bounds(array) for array in arrays if address_of(array) in writable),
+        may_read=(*(_bounds(array) for array in arrays), *through),
+        may_write=(*(_bounds(array) for array in arrays if address_of(array) in writable), *through),
         pinned_reads=tuple((start, start + byte_count) for start, byte_count in launch.reads),
     )
 

@@ -55,8 +55,8 @@ class KernelOperation(NamedTuple):
 
     def record(self, dependencies: tuple[int, ...]) -> NodeRecord:
         """Describe as a node."""
-        grid, block, slots, _, reads = self.launch
-        return NodeRecord("kernel", self.name, dependencies, grid, block, slots, reads)
+        launch = self.launch
+        return NodeRecord("kernel", self.name, dependencies, launch.grid, launch.block, launch.slots, launch.reads)
 
     def run(self, executor: Executor) -> None:
         """Run to the end, or raise DeviceFault."""

@@ -29,7 +29,7 @@ class CudaKernel(BaseKernel):
         self._function = function
 
     def _submit(self, launch: Launch, stream: CudaStream) -> None:
-        grid, block, slots, keep, reads = launch
+        grid, block, slots, keep, reads, through = launch
         # The driver copies the parameters before it returns, so `buffer` may end with this method.
         buffer = ctypes.create_string_buffer(slots, max(len(slots), 1))
         first = ctypes.addressof(buffer)
@@ -42,7 +42,7 @@ class CudaKernel(BaseKernel):
         except DeviceFault as fault:
             fault.fields["kernel"] = self.name
             raise
-        stream.note(keep, "kernel", self.name, grid, block, slots, reads)
+        stream.note((*keep, *through), "kernel", self.name, grid, block, slots, reads)
 
 
 class CudaModule(BaseModule):
