@@ -9,11 +9,34 @@ from pagedkv.graphs.decode_loop import DecodeLoop, LoopStatistics, Prefill
 from pagedkv.graphs.draft import Draft, PromptLookup
 from pagedkv.graphs.key import GraphKey
 from pagedkv.graphs.outputs import StepTokens
+from pagedkv.graphs.prefix_index import PrefixIndex, PrefixMatch
 from pagedkv.graphs.sampling import NO_TOKEN, SAMPLING_WORDS, Sampling, choose_largest, choose_tokens
 from pagedkv.graphs.scheduler import Output, Request, Scheduler, SchedulerStatistics, SchedulerStep
 from pagedkv.graphs.unit import Model, Unit
 
-__all__ = ["NO_TOKEN", "SAMPLING_WORDS", "ControlBuffers", "DecodeLoop", "Draft", "GraphCache", "GraphKey",
-           "LoopStatistics", "Model", "Output", "Prefill", "PromptLookup", "Request", "Sampling", "Scheduler",
-           "SchedulerStatistics", "SchedulerStep", "StepTokens", "Unit", "UnitGraph", "choose_largest",
-           "choose_tokens"]
+__all__ = [
+           "NO_TOKEN",
+           "SAMPLING_WORDS",
+           "ControlBuffers",
+           "DecodeLoop",
+           "Draft",
+           "GraphCache",
+           "GraphKey",
+           "LoopStatistics",
+           "Model",
+           "Output",
+           "Prefill",
+           "PrefixIndex",
+           "PrefixMatch",
+           "PromptLookup",
+           "Request",
+           "Sampling",
+           "Scheduler",
+           "SchedulerStatistics",
+           "SchedulerStep",
+           "StepTokens",
+           "Unit",
+           "UnitGraph",
+           "choose_largest",
+           "choose_tokens",
+]

@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 from pagedkv.devices.cache_folder import announce_on_stderr
+from pagedkv.devices.counting import CountingDevice
 from pagedkv.devices.cpu.device import CpuDevice
 from pagedkv.devices.cuda.device import CudaDevice
 from pagedkv.devices.cuda.driver import visible_gpu
 from pagedkv.devices.protocol import Device
 from pagedkv.errors import MissingRequirement, MisuseError, shown
 
-NAMES = ("auto", "cpu", "cuda")
+NAMES = ("auto", "cpu", "cuda", "none")
 
 
 def open_device(name: str = "auto") -> Device:
-    """Open a device: "cpu", "cuda", or "auto" for `cuda` where a GPU answers, else `cpu`.
+    """Open a device: "cpu", "cuda", "none", or "auto" for `cuda` where a GPU answers, else `cpu`.
 
-    Where "auto" leaves a GPU unused, for example because CuPy is not installed, it says so on stderr.
+    "none" keeps no bytes and computes nothing: a store on it has its ledgers and host tables only.  Where "auto" leaves
+    a GPU unused, for example because CuPy is not installed, it says so on stderr.
 
     Raises:
         MisuseError: another name.
@@ -30,6 +32,8 @@ def open_device(name: str = "auto") -> Device:
         return CpuDevice(reason="asked for")
     if name == "cuda":
         return CudaDevice(reason="asked for")
+    if name == "none":
+        return CountingDevice()
     if name == "auto":
         try:
             return CudaDevice(reason="chosen because it answers")

@@ -1,12 +1,14 @@
-"""CountingDevice: a device whose copies, launches and waits do nothing but count.
+"""CountingDevice: a device whose copies, launches and waits do nothing but count; `open_device("none")`.
 
-A store and a decode loop run on it, so that what is timed is the host's own work (`pagedkv bench step`).  Arrays are
-NumPy arrays that nobody fills: every word that a loop reads is 0.  Nothing is checked.
+A store and a decode loop run on it, so that what is timed is the host's own work (`pagedkv bench step`), and so that a
+policy is tried at the speed of the ledgers (`pagedkv trace`).  Arrays are NumPy arrays that nobody fills: every word
+that a loop reads is 0, and the system maps no memory for them.  Copies complete at once.  Nothing is checked.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +19,19 @@ import numpy.typing as npt
 from pagedkv.devices.protocol import Event, Extent, ModuleSpec, NodeRecord, Shape, Stream
 from pagedkv.devices.users import Users
 
+RESERVED_BYTES_MAX = 1 << 26
+"""A larger array is planes or a Host arena, which nobody fills here: the system reserves nothing for it."""
+
+MAP_NORESERVE = 0x4000
+"""Of Linux; the name is in `mmap` from Python 3.12 on."""
+
 
 class CountingDevice:
     """Implements `pagedkv.Device`; `driver_calls` counts what a device would do."""
 
-    name = "counting"
-    description = "counting device: copies, launches and waits do nothing but count"
+    name = "none"
+    description = "no device: ledgers and host tables only; copies, launches and waits do nothing but count"
+    keeps_bytes = False
 
     def __init__(self) -> None:
         self.driver_calls = 0
@@ -31,10 +40,10 @@ class CountingDevice:
     def empty(
         self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None  # noqa: ARG002
     ) -> npt.NDArray[Any]:
-        """Allocate aligned zeros, which the system maps when somebody reads them."""
+        """Allocate aligned zeros, which the system maps when somebody touches them."""
         extents = (shape,) if isinstance(shape, int) else shape
         byte_count = math.prod(extents) * np.dtype(dtype).itemsize
-        memory = np.zeros(byte_count + align_bytes, np.uint8)
+        memory = _zeros(byte_count + align_bytes)
         first = -memory.ctypes.data % align_bytes
         return memory[first : first + byte_count].view(dtype).reshape(extents)
 
@@ -42,7 +51,7 @@ class CountingDevice:
 
     def pinned(self, shape: Shape, dtype: npt.DTypeLike, *, name: str | None = None) -> npt.NDArray[Any]:  # noqa: ARG002
         """Allocate zeros."""
-        return np.zeros(shape, dtype)
+        return self.empty(shape, dtype)
 
     def stream(self) -> CountingStream:
         """Make a stream."""
@@ -99,6 +108,14 @@ class CountingDevice:
 
     def close(self) -> None:
         """Hold nothing."""
+
+
+def _zeros(byte_count: int) -> npt.NDArray[np.uint8]:
+    """Return zeros; many of them may be more than the machine has memory."""
+    if byte_count <= RESERVED_BYTES_MAX:
+        return np.zeros(byte_count, np.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, byte_count, flags=flags), np.uint8)
 
 
 def _own(stream: Stream) -> CountingStream:

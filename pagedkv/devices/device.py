@@ -30,6 +30,7 @@ class BaseDevice(ABC):
     """The part of a device that `cpu` and `cuda` share; the methods are those of `protocol.Device`."""
 
     name: str
+    keeps_bytes = True
     array_words: str
     """The array types that the device takes, for messages."""
 

@@ -224,7 +224,11 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """ "cpu" or "cuda"."""
+        """ "cpu", "cuda" or "none"."""
+
+    @property
+    def keeps_bytes(self) -> bool:
+        """Whether arrays keep what is written; "none" keeps nothing."""
 
     @property
     def description(self) -> str:

@@ -7,7 +7,7 @@ from os import PathLike
 
 from pagedkv.devices import open_device
 from pagedkv.devices.protocol import Device
-from pagedkv.errors import Caught, MisuseError, shown
+from pagedkv.errors import Caught, ConfigError, MisuseError, shown
 from pagedkv.record.journal import Journal, TextSink
 from pagedkv.store.store import Store, require_config
 from pagedkv.values.config import AutoCapacity, StoreConfig
@@ -19,7 +19,10 @@ _LOG = logging.getLogger("pagedkv")
 def open_store(
     config: StoreConfig, device: str | Device = "auto", *, journal: str | PathLike[str] | TextSink | None = None
 ) -> Store:
-    """Open a store on a device: "auto", "cpu", "cuda" or a Device.  A device that is named closes with the store.
+    """Open a store on a device: "auto", "cpu", "cuda", "none" or a Device.  A device that is named closes with it.
+
+    On "none" the store has its ledgers and host tables only: kernels are not compiled, planes take no memory, and
+    copies complete at once.  So a policy runs at the speed of the ledgers.  Device tables are not checked there.
 
     One line of the `pagedkv` log names the device and why it was chosen.  Automatic capacity is resolved here, once,
     with the memory that is free after this process's caches were emptied (C5.3).  A second log line gives the capacity
@@ -35,7 +38,8 @@ def open_store(
     Several stores of one thread may be opened on one Device.  What they share, and what is refused, is in `Store`.
 
     Raises:
-        ConfigError: `config` is not a StoreConfig.
+        ConfigError: `config` is not a StoreConfig, or asks for automatic capacity, the sanitizer or codec events on a
+            device that keeps no bytes.
         CapacityError: capacity is automatic and too little memory is free; the error says what would fit.
         MissingRequirement: the device needs a package or a tool that is missing; the error says how to get it.
         MisuseError: no such device, one that is closed or that stores of another thread use, or a journal that cannot
@@ -59,9 +63,15 @@ def _open(
 ) -> Store:
     """Resolve automatic capacity, open the journal, and build the store; after an error, close the journal."""
     if not all(hasattr(device, name) for name in ("description", "state", "stream", "empty", "load")):
-        raise MisuseError("the device", expected="auto, cpu, cuda or a Device", got=shown(device),
+        raise MisuseError("the device", expected="auto, cpu, cuda, none or a Device", got=shown(device),
                           remedy="pass a name, or what open_device returned", clause="C1.1")
     device.state.check_outside_capture("opening a store")
+    wanted = {"AutoCapacity": isinstance(config.kv_capacity, AutoCapacity), "sanitizer": config.sanitizer,
+              "codec_events": config.codec_events}
+    if not device.keeps_bytes and any(wanted.values()):
+        raise ConfigError("a store on no device", expected="explicit capacity, no sanitizer and no codec events",
+                          got=", ".join(name for name, is_wanted in wanted.items() if is_wanted), clause="C5.3",
+                          remedy="leave them out, or open it on a device with memory")
     _LOG.info("device: %s", device.description)
     if isinstance(config.kv_capacity, AutoCapacity):
         cache_bytes = device.empty_caches()

@@ -956,7 +956,8 @@ class Store:
         check_ledger(self._ledger)
         if self.sanitizer is not None:
             self.sanitizer.check()
-        self._actions.check_tables()
+        if self.device.keeps_bytes:
+            self._actions.check_tables()
 
     def memory_summary(self) -> dict[str, dict[str, int]]:
         """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; a latched store answers too."""

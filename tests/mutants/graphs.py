@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import GONE, Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant("C2.2", "a state is resumed in the middle", "graphs/prefix_index.py:PrefixIndex._use",
+           'entry.node if entry.frontiers == "any" else None', "entry.node", "graphs/test_prefix_index.py"),
+    Mutant("C16.16", "a removed continuation is still offered", "graphs/prefix_index.py:PrefixIndex.remove",
+           "node.ends.remove(entry)", "pass", "graphs/test_prefix_index.py"),
+    Mutant("C2.1", "a prefix ends with an edge only", "graphs/prefix_index.py:PrefixIndex.match",
+           "if common and node.latest is not None:", "if common == node.edge.size and node.latest is not None:",
+           "graphs/test_prefix_index.py"),
     Mutant("C10.9", "a request that never fits waits", "graphs/scheduler.py:submit",
            "if isinstance(answer, pk.Refusal) and answer.forever:", "if False:",
            "graphs/test_scheduler.py -k never_fits"),
