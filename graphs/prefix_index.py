@@ -271,10 +271,5 @@ def _latest_of(node: _Node) -> _Entry | None:
 
 
 def _require_hashable(what: str, value: object) -> None:
-    try:
-        hash(value)
-    except Exception as error:
-        if isinstance(error, MemoryError):
-            raise
-        raise pk.MisuseError(what, expected="something that can be hashed", got=pk.checks.shown(value), clause="C2.2",
-                             remedy="pass a Continuation as handle, and text, bytes or a number as salt") from error
+    pk.checks.require_hashable(what, value, remedy="pass a Continuation as handle, and text, bytes or a number as salt",
+                               clause="C2.2")

@@ -23,6 +23,10 @@ prefix, and the others fork it; the last one moves it.  Each writes the last pro
 so its first token is its own and equals that of the same request with n = 1.  If there is no room for the snapshot, or
 for a fork while nothing else runs, the next output writes its prompt itself.
 
+With a retention policy an ended output stays in the store as a continuation, and a prompt that begins like a kept text
+starts from it: the longest common prefix is forked, or moved where only that fits.  Where pages are missing the policy
+gives others up first.  Every output says what it would say without the policy (C14.6).
+
 What the outputs are is a value, `_State`: a transition replaces all of it with one assignment.  `_call` names a call
 that has begun and not ended, and `_pending` what the store may hold that the state does not show yet.  After an
 interrupt the next call completes both, so it finds each transition done or not begun.
@@ -32,15 +36,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType, MappingProxyType
 from typing import Literal, NamedTuple, NoReturn
+
+import numpy as np
 
 import pagedkv as pk
 from pagedkv.graphs.decode_loop import DRAFT_TOKENS, DecodeLoop, Hook, Prefill, token_ids
 from pagedkv.graphs.draft import Draft
 from pagedkv.graphs.outputs import Int32, StepTokens
+from pagedkv.graphs.retention import RetainedPrefix, RetainedText, Retention
 from pagedkv.graphs.sampling import SAMPLING_WORDS, Sampling
 from pagedkv.graphs.shapes import PREFILL_WIDTH_MIN
 from pagedkv.graphs.unit import Model
@@ -96,16 +103,18 @@ class Request:
         stop_tokens: each ends an output that samples it.
         outputs: at least one.
         sampling, words: of the request; each output has words of its own (`words_of`).
+        salt: what the content of its pages depends on beside the tokens.
         submitted_step: steps that had ended when it was submitted.
     """
 
-    __slots__ = ("_scheduler", "max_new_tokens", "number", "outputs", "prompt_ids", "sampling", "stop_tokens",
+    __slots__ = ("_scheduler", "max_new_tokens", "number", "outputs", "prompt_ids", "salt", "sampling", "stop_tokens",
                  "submitted_step", "words")
 
     def __init__(
         self, scheduler: Scheduler, number: int, prompt_ids: Int32, max_new_tokens: int, stop_tokens: frozenset[int],
-        outputs: int, sampling: Sampling | None, words: tuple[int, ...],
+        outputs: int, sampling: Sampling | None, words: tuple[int, ...], salt: Hashable,
     ) -> None:
+        self.salt = salt
         self._scheduler = scheduler
         self.number = number
         self.prompt_ids = prompt_ids
@@ -333,6 +342,8 @@ class Scheduler:
         step_tokens: most columns of a step, decode and prompts together; None is 256, or what every row and a piece of
             16 tokens need if that is more.
         prefill_chunk, draft, draft_tokens, before_replay, use_graphs: as of `DecodeLoop`.
+        retention: what to keep of ended outputs, such as `LeastRecent()`; None keeps nothing.  It is for a model whose
+            whole state at any token is in the pages.
 
     Attributes:
         loop: the decode loop; only the scheduler calls it.
@@ -350,8 +361,9 @@ class Scheduler:
     def __init__(
         self, store: pk.Store, model: Model, *, step_tokens: int | None = None, prefill_chunk: int | None = None,
         draft: Draft | None = None, draft_tokens: int = DRAFT_TOKENS, before_replay: Hook | None = None,
-        use_graphs: bool = True,
+        use_graphs: bool = True, retention: Retention | None = None,
     ) -> None:
+        self.retention = retention
         self.loop = DecodeLoop(store, model, prefill_chunk=prefill_chunk, use_graphs=use_graphs, draft=draft,
                                draft_tokens=draft_tokens, before_replay=before_replay)
         self.store = store
@@ -379,6 +391,7 @@ class Scheduler:
     def submit(
         self, prompt_ids: Iterable[int], max_new_tokens: int, *, stop_tokens: Iterable[int] = (), n: int = 1,
         words: Iterable[int] | None = None, sampling: Sampling | None = None, seed: int | None = None,
+        salt: Hashable = None,
     ) -> Request:
         """Put a request into the queue.
 
@@ -391,6 +404,8 @@ class Scheduler:
                 as many as are left behind its words; None is zeros (C15.1).
             sampling: how tokens are chosen, for a model that reads the words; output i has its seed + i.
             seed: in place of that of the sampling, or of a sampling with temperature 1.
+            salt: an identity such as the digest of an image or the name of an adapter; kept texts with another one are
+                not used.
 
         Raises:
             ActivationRefused: one output needs more pages than a sequence may have; it would never fit (C10.9).
@@ -415,7 +430,9 @@ class Scheduler:
         if seed is not None:
             sampling = replace(sampling or Sampling(), seed=seed)
         all_words = self._checked_words(words, sampling)
-        request = Request(self, self._requests + 1, ids, max_new_tokens, stops, n, sampling, all_words)
+        if self.retention is not None:
+            pk.checks.require_hashable("salt", salt, remedy="pass text, bytes or a number", clause="C2.2")
+        request = Request(self, self._requests + 1, ids, max_new_tokens, stops, n, sampling, all_words, salt)
         request.words_of(n - 1)  # refuses a seed that is too large
         before = self._state
         try:
@@ -449,6 +466,8 @@ class Scheduler:
             self._write_prompts()
             state = self._state
         if state.running:
+            if self.retention is not None and self.store.config.kv_lease_growth:
+                self._make_room_to_grow(self.retention, state.running)
             self._entries.append((self.loop.step(state.running), state.outputs))  # one line: no token is lost
             if self._entries[-1][0].ended:
                 self._retire()
@@ -561,10 +580,22 @@ class Scheduler:
                 return
             is_last = len(state.waiting) == 1 or state.waiting[1].request is not request
             prefix = state.prefixes.get(request)
-            target = _target(request, prefix, keep_source=prefix is None or not is_last)
             if state.rows and not self._has_room_to_grow(request):
                 return
-            answer = self.store.explain(target)
+            kept = None
+            if self.retention is not None and prefix is None:
+                kept = self.retention.find(self.store, request.prompt_ids, request.salt)
+            target = _target(request, prefix, keep_source=prefix is None or not is_last)
+            if kept is not None:
+                target = self._target_from(request, kept)
+            answer = self._explained(target)
+            if isinstance(answer, pk.Refusal) and kept is not None:  # without a Fork: a Move, or from nothing
+                if answer.move_fits:
+                    target = replace(target, keep_source=False)
+                    answer = self.store.explain(target)
+                elif not state.rows:
+                    target, kept = _target(request, None, keep_source=True), None
+                    answer = self._explained(target)
             if isinstance(answer, pk.Refusal) and not state.rows and target.keep_source and prefix is not None:
                 target = _target(request, prefix, keep_source=False)  # the others write their prompts themselves
                 answer = self.store.explain(target)
@@ -573,6 +604,8 @@ class Scheduler:
                     self._refuse_to_wait(request, answer)
                 return
             self._activate(output, target, makes_prefix=prefix is None and not is_last and request.prompt_ids.size > 1)
+            if self.retention is not None and kept is not None:
+                self.retention.started(self.store, kept, has_moved=not target.keep_source)
 
     def _activate(self, output: Output, target: pk.ActivationTarget, *, makes_prefix: bool) -> None:
         """Activate the head of the queue; there is room."""
@@ -580,9 +613,33 @@ class Scheduler:
         self._pending = _Pending(self.store.sequences(), output, makes_prefix, has_moved)
         self._adopt([self.store.activate(
             prompt_tokens=target.prompt_tokens, output_tokens=target.output_tokens, source=target.source,
-            keep_source=target.keep_source,
+            frontier=target.frontier, keep_source=target.keep_source,
         )])
         self._note_use()
+
+    def _explained(self, target: pk.ActivationTarget) -> pk.ActivationPlan | pk.Refusal:
+        """Return the plan of an activation, or the Refusal; the retention policy may give others up for it."""
+        answer = self.store.explain(target)
+        while isinstance(answer, pk.Refusal) and self.retention is not None:
+            if not self.retention.make_room(self.store, answer, target.source):
+                break
+            answer = self.store.explain(target)
+        return answer
+
+    def _target_from(self, request: Request, kept: RetainedPrefix) -> pk.ActivationTarget:
+        """Return the Fork of a kept text at the end of the common prefix, in every pool.  (C9.9)"""
+        pools = [pool.name for pool in self.store.config.pools]
+        frontier = {pool: min(kept.tokens, self.store.committed_tokens(kept.source, pool)) for pool in pools}
+        return pk.ActivationTarget(request.prompt_ids.size - kept.tokens, request.max_new_tokens, kept.source, frontier)
+
+    def _make_room_to_grow(self, retention: Retention, running: tuple[pk.Sequence, ...]) -> None:
+        """Give kept texts up where rows that run cannot extend their leases.  (C9.2)"""
+        short = self.store.begin_round(self.store.batch(running))
+        if short:
+            window = -(-self.store.config.lease_window_tokens // pk.PAGE_TOKENS)
+            available = self.store.memory_summary()["main"]["available_pages"]
+            refusal = pk.Refusal("main", available + len(short) * window, available, forever=False)
+            retention.make_room(self.store, refusal, None)
 
     def _keep_prefix(self, row: _Row) -> None:
         """Snapshot all but the last token of a prompt for the other outputs; without room they write it themselves."""
@@ -645,13 +702,29 @@ class Scheduler:
             with contextlib.suppress(pk.StaleHandle):  # an interrupted call has ended it
                 if isinstance(handle, pk.Sequence):
                     self.loop.forget(handle)
-                    self.store.finish(handle)
+                    self._finish(handle, output, reason)
                 elif handle is not None:
                     self.store.release(handle)
             ended = self._ended
             if output is not None:
                 output.reason, output.ended_step, ended = reason, step, ended + 1
             self._state, self._ended = self._state._replace(leaving=self._state.leaving[1:]), ended
+
+    def _finish(self, sequence: pk.Sequence, output: Output | None, reason: OutputReason | None) -> None:
+        """End a sequence; with a retention policy its text stays, unless the output was cancelled."""
+        committed = {pool.name: self.store.committed_tokens(sequence, pool.name) for pool in self.store.config.pools}
+        written = committed["main"]
+        is_kept = self.retention is not None and output is not None and reason != "cancelled"
+        if not is_kept or not 0 < written == max(committed.values()):  # a lead of a backend is no checkpoint (C13.2)
+            self.store.finish(sequence)
+            return
+        assert self.retention is not None, "it is kept"
+        assert output is not None, "it is kept"
+        text = np.concatenate((output.request.prompt_ids, np.array(output._tokens, np.int32)))[:written]
+        kept = self.store.finish(sequence, retain=True, state=RetainedText(text, output.request.salt),
+                                 state_frontier=committed)
+        assert kept is not None, "it was retained"
+        self.retention.keep(self.store, kept)
 
     def _recover(self) -> None:
         """Complete a call that was interrupted; refuse a call from the middle of another one.  (C12.3)"""
@@ -665,6 +738,8 @@ class Scheduler:
             is_row = self._pending.output in self._state.waiting
             now = self.store.sequences() if is_row else self.store.continuations()
             self._adopt([handle for handle in now if handle not in known])
+        if self.retention is not None:
+            self.retention.recover(self.store)
         self._retire()
         self._release()
         self._call = None

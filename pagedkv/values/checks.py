@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pagedkv.errors import Caught, MisuseError, shown
 
 __all__ = ["array_form", "checked_counts", "checked_integer", "checked_items", "checked_number", "form_bytes",
-           "has_method", "is_on_the_stack", "shown"]
+           "has_method", "is_on_the_stack", "require_hashable", "shown"]
 
 AXES_MAX = 32
 """Most axes of an array: the limit of NumPy 1; that of NumPy 2 is 64."""
@@ -76,6 +76,14 @@ def is_on_the_stack(call: FrameType) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
+
+
+def require_hashable(what: str, value: object, *, remedy: str, clause: str) -> None:
+    """Refuse a value that cannot be hashed."""
+    with Caught(but=MemoryError) as caught:
+        hash(value)
+    if caught.error is not None:
+        raise MisuseError(what, expected="something that can be hashed", got=shown(value), remedy=remedy, clause=clause)
 
 
 def checked_counts(what: str, value: object, *, remedy: str, clause: str) -> int | npt.NDArray[np.integer[Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import Request, Sampling, Scheduler, SchedulerStep
+from pagedkv.graphs import LeastRecent, Request, Sampling, Scheduler, SchedulerStep
 from tests.graphs.test_scheduler import SeededModel
 from tests.hostile.interrupt import ERRORS, Interrupt
 from tests.toy_model import prompt
@@ -24,9 +24,10 @@ CONFIG = pk.StoreConfig(
 class Stage:
     """A scheduler with graphs of every shape, one request that runs on, and one that ends in the next step."""
 
-    def __init__(self, device: pk.Device) -> None:
+    def __init__(self, device: pk.Device, *, keeps: bool = False) -> None:
         self.store = pk.open_store(CONFIG, device)
-        self.scheduler = Scheduler(self.store, SeededModel(self.store), prefill_chunk=16)
+        self.retention = LeastRecent() if keeps else None
+        self.scheduler = Scheduler(self.store, SeededModel(self.store), prefill_chunk=16, retention=self.retention)
         self.requests: list[Request] = []
         self.answers: list[SchedulerStep] = []
         for n in (1, 2, 4):
@@ -52,6 +53,9 @@ class Stage:
         while not self.scheduler.is_idle:
             self.step()
         self.store.check()
+        if self.retention is not None:
+            assert set(self.retention.index) == set(self.store.continuations())
+            self.retention.release_all(self.store)
         assert self.store.memory_summary()["main"]["available_pages"] == 16
         assert not self.store.continuations()
         for request in self.requests:
@@ -70,6 +74,27 @@ def step_alone(stage: Stage) -> None:
 def step_with_a_fork(stage: Stage) -> None:
     """A step that writes a prompt, keeps its prefix, forks it and moves it."""
     stage.step()
+
+
+def step_that_keeps(stage: Stage) -> None:
+    """A step in which a request ends, and its text is kept."""
+    stage.step()
+
+
+def step_with_a_hit(stage: Stage) -> None:
+    """A step that starts a prompt from a kept text, which needs the pages of other texts."""
+    stage.step()
+
+
+def submit_hit(stage: Stage) -> None:
+    """Leave one page free, and submit a prompt that begins like a kept text."""
+    for tokens in (200, 190, 180):
+        stage.submit(tokens, 2)
+    while len(stage.store.sequences()) > 1 or stage.scheduler.statistics.waiting:
+        stage.step()
+    free = stage.store.memory_summary()["main"]["available_pages"]
+    assert free < 4
+    stage.requests.append(stage.scheduler.submit([*prompt(200, 200), 5], 40, sampling=Sampling(seed=9)))
 
 
 def submit(stage: Stage) -> None:
@@ -100,21 +125,22 @@ def fill_rows(stage: Stage) -> None:
 
 Call = Callable[[Stage], None]
 
-BEFORE: dict[Call, Call] = {step_with_a_fork: submit_outputs, cancel_prefix: fill_rows}
+BEFORE: dict[Call, Call] = {step_with_a_fork: submit_outputs, cancel_prefix: fill_rows, step_with_a_hit: submit_hit}
+KEEPING = (step_that_keeps, step_with_a_hit)
 SPARSE: dict[tuple[Call, int], int] = {(step_with_a_fork, 3): 5, (step_alone, 3): 2, (cancel_prefix, 3): 2}
 """By how much the distance between two interrupts is longer."""
 
 
 def staged(call: Call, device: pk.Device) -> Stage:
     """Return a stage that is ready for the call."""
-    stage = Stage(device)
+    stage = Stage(device, keeps=call in KEEPING)
     if call in BEFORE:
         BEFORE[call](stage)
     return stage
 
 
 @pytest.mark.parametrize(("error", "every"), ERRORS)
-@pytest.mark.parametrize("call", [step_alone, step_with_a_fork, submit, cancel_running, cancel_prefix])
+@pytest.mark.parametrize("call", [step_alone, step_with_a_fork, submit, cancel_running, cancel_prefix, *KEEPING])
 def test_every_other_request_gets_the_tokens_it_would_have_had(
     call: Call, error: type[BaseException], every: int, opened_device: pk.Device
 ) -> None:
@@ -139,7 +165,7 @@ def test_every_other_request_gets_the_tokens_it_would_have_had(
                 with pytest.raises(pk.StoreLatched):
                     stage.step()
                 continue
-            if call is not step_alone and call is not step_with_a_fork and len(stage.requests) == submitted:
+            if call.__name__.startswith(("submit", "cancel")) and len(stage.requests) == submitted:
                 call(stage)
             found = stage.finish()
             if call in (cancel_running, cancel_prefix):

@@ -5,6 +5,15 @@ from __future__ import annotations
 from tests.mutants.mutant import GONE, Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant("C2.2", "a prompt starts at a frontier that its text does not share", "graphs/retention.py:LeastRecent.find",
+           "return RetainedPrefix(source, found.tokens)", "return RetainedPrefix(source, found.tokens + 1)",
+           "graphs/test_retention.py"),
+    Mutant("C1.2", "the source of a prompt is given up for it", "graphs/retention.py:LeastRecent.make_room",
+           "if victim != source:", "if True:", "graphs/test_retention.py"),
+    Mutant("C1.2", "more is given up than is needed", "graphs/retention.py:LeastRecent.make_room",
+           "if freed >= missing:", "if False:", "graphs/test_retention.py"),
+    Mutant("C2.2", "the last token counts as written", "graphs/scheduler.py:Scheduler._finish",
+           "[:written]", "", "graphs/test_retention.py"),
     Mutant("C2.2", "a state is resumed in the middle", "graphs/prefix_index.py:PrefixIndex._use",
            'entry.node if entry.frontiers == "any" else None', "entry.node", "graphs/test_prefix_index.py"),
     Mutant("C16.16", "a removed continuation is still offered", "graphs/prefix_index.py:PrefixIndex.remove",

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 import pagedkv as pk
-from pagedkv.graphs import Output, PromptLookup, Request, Sampling, Scheduler, Unit
+from pagedkv.graphs import LeastRecent, Output, PromptLookup, Request, Sampling, Scheduler, Unit
 
 OPERATIONS_A_ROUND = 400
 VOCABULARIES = (5, 13, 1009)
+HOST_PAGE_BYTES = 2 * pk.PAGE_TOKENS * 16 * 2
 WORDS = 4
 WORD_FACTORS = (7919, 3, 5, 104729)
 
@@ -79,15 +80,17 @@ class SchedulerWalk:
         self.config = pk.StoreConfig(
             GEOMETRY, profile="bf16", max_context=256, max_concurrency=rows, decode_columns_max=5, caller_words=WORDS,
             kv_capacity=pk.ExplicitCapacity(64 * rng.randint(max(4, rows), 4 * rows)), kv_lease_growth=grows,
-            lease_window_tokens=64,
+            lease_window_tokens=64, host_arena_bytes=rng.choice((0, rng.randint(1, 40) * HOST_PAGE_BYTES)),
         )
         self.store = pk.open_store(self.config, device)
+        self.retention = rng.choice((None, LeastRecent(), LeastRecent(entries_max=rng.randint(1, 5))))
         self.vocabulary = rng.choice(VOCABULARIES)
         draft = rng.choice((None, PromptLookup(), Guesses(rng, self.vocabulary)))
         self.fails = False
         self.scheduler = Scheduler(
             self.store, NextToken(self.vocabulary), prefill_chunk=rng.choice((16, 64, 128)), draft=draft,
             before_replay=self._hook if rng.random() < 0.3 else None, use_graphs=rng.random() < 0.5,
+            retention=self.retention,
         )
         self.others: list[pk.Sequence] = []
         self.had_others = False
@@ -121,6 +124,13 @@ class SchedulerWalk:
             for output in request.outputs:
                 self._compare(output, text_of(output.index))
         self.store.check()
+        if self.retention is not None:
+            assert set(self.retention.index) == set(self.store.continuations()), "the policy lost a text"
+            self.counts["scheduler hits"] += self.retention.counters.hits
+            self.counts["scheduler demotions"] += self.retention.counters.demotions
+            self.counts["scheduler evictions"] += self.retention.counters.evictions
+            self.retention.release_all(self.store)
+        assert not self.store.host_summary()["used_bytes"], "records are lost"
         memory = self.store.memory_summary()["main"]
         assert memory["available_pages"] == memory["capacity_pages"], f"pages are lost: {memory}"
         assert not self.store.sequences(), f"sequences are left: {self.store.sequences()}"
@@ -130,6 +140,10 @@ class SchedulerWalk:
     def _submit(self) -> None:
         rng = self.rng
         ids = [rng.randrange(self.vocabulary) for _ in range(rng.choice((1, rng.randint(1, 70), rng.randint(1, 200))))]
+        if self.cases and rng.random() < 0.5:  # the beginning of an earlier text
+            request = rng.choice(list(self.cases))
+            text = [*request.prompt_ids.tolist(), *request.outputs[0].tokens]
+            ids = [*text[: rng.choice((len(text), rng.randint(1, len(text))))], *ids[: rng.randint(0, 30)]]
         new_tokens = rng.randint(1, 120)
         stops = frozenset(rng.sample(range(self.vocabulary), rng.choice((0, 0, 1, 2))))
         n = rng.choice((1, 1, 1, 2, 4))

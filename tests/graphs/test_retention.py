@@ -1,0 +1,208 @@
+"""A scheduler that keeps ended texts: the same tokens, less prefill, and pages only as long as nobody needs them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pagedkv as pk
+from pagedkv.graphs import LeastRecent, RetainedText, Scheduler
+from tests.toy_model import ToyModel, opened_store, prompt
+
+GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
+
+
+@contextmanager
+def served(*, rows: int = 4, tokens: int = 4 * 512, kept: bool = True, **options: Any) -> Iterator[Scheduler]:
+    """Open a scheduler over a small store; at its end everything can be released."""
+    with opened_store(GEOMETRY, max_context=512, concurrency=rows, tokens=tokens, placement_seed=3, **options) as store:
+        retention = LeastRecent() if kept else None
+        scheduler = Scheduler(store, ToyModel(store), retention=retention)
+        yield scheduler
+        assert scheduler.is_idle
+        store.check()
+        if retention is not None:
+            assert len(retention.index) == len(store.continuations())
+            retention.release_all(store)
+        assert store.memory_summary()["main"]["available_pages"] == store.config.main_pages
+        assert store.host_summary()["used_bytes"] == 0
+
+
+def policy(scheduler: Scheduler) -> LeastRecent:
+    assert isinstance(scheduler.retention, LeastRecent)
+    return scheduler.retention
+
+
+def finish(scheduler: Scheduler) -> None:
+    """Step until every request has ended."""
+    while not scheduler.is_idle:
+        scheduler.step()
+
+
+def conversations(seed: int, requests: int) -> list[tuple[list[int], int]]:
+    """Return prompts of which many begin like an earlier one, and the tokens to generate."""
+    rng = random.Random(seed)
+    prompts: list[tuple[list[int], int]] = []
+    for number in range(requests):
+        base = rng.choice(prompts)[0] if prompts and rng.random() < 0.75 else []
+        base = base[: rng.choice((len(base), len(base), rng.randint(0, len(base))))]
+        ids = [*base, *prompt(rng.randint(1, 90), number)][:440]
+        prompts.append((ids, rng.randint(1, 20)))
+    return prompts
+
+
+def texts(scheduler: Scheduler, prompts: list[tuple[list[int], int]], *, turns: int = 6) -> list[list[int]]:
+    """Serve prompts, some of them together, and return their outputs."""
+    outputs = []
+    for first in range(0, len(prompts), turns):
+        requests = [scheduler.submit(ids, count, n=1 + (len(ids) % 5 == 0)) for ids, count in prompts[first:][:turns]]
+        finish(scheduler)
+        outputs += [output.tokens for request in requests for output in request.outputs]
+    return outputs
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize("host", [0, 1 << 20], ids=["no host", "host"])
+@pytest.mark.parametrize("pages", [32, 12])
+def test_outputs_are_what_they_are_without_retention(host: int, pages: int) -> None:
+    """C14.6: forks inside pages, moves, demoted and restored texts, evictions; and prompts that share with n = 2."""
+    prompts = conversations(pages, 48)
+    with served(kept=False) as plain:
+        expected = texts(plain, prompts)
+    with served(tokens=pages * 64, host_arena_bytes=host) as scheduler:
+        assert texts(scheduler, prompts) == expected
+        counters = policy(scheduler).counters
+        assert counters.hits == counters.forks + counters.moves > 20
+        if pages == 12:
+            assert counters.demotions if host else counters.evictions
+        events = scheduler.store.event_counts()["main"]
+        assert counters.demoted_pages == events["demote"]["pages"]
+
+
+def test_a_turn_reuses_all_that_was_written() -> None:
+    """The prompt of the second turn begins with the first one and its answer; the last token was never written."""
+    with served() as scheduler:
+        ids = prompt(100, 1)
+        first = scheduler.submit(ids, 30)
+        finish(scheduler)
+        text = [*ids, *first.outputs[0].tokens]
+        (kept,) = scheduler.store.continuations()
+        state = scheduler.store.state_of(kept)
+        assert isinstance(state, RetainedText)
+        assert state.tokens.tolist() == text[:-1]
+        scheduler.submit([*text, 5, 6], 10)
+        finish(scheduler)
+        counters = policy(scheduler).counters
+        assert (counters.hits, counters.reused_tokens, counters.covered) == (1, 129, 1)
+        assert len(scheduler.store.continuations()) == 1
+
+
+def test_another_salt_shares_nothing() -> None:
+    """S40: the same tokens behind another image."""
+    with served() as scheduler:
+        for salt in ("digest 1", "digest 2", "digest 1"):
+            scheduler.submit(prompt(130, 2), 5, salt=salt)
+            finish(scheduler)
+        assert policy(scheduler).counters.hits == 1
+        with pytest.raises(pk.MisuseError, match="hashed"):
+            scheduler.submit([1], 1, salt=[])  # type: ignore[arg-type]
+
+
+def test_no_more_is_given_up_than_is_needed() -> None:
+    """S60: 20 kept texts of one page, and a prompt that needs three more pages than are free."""
+    with served(rows=2, tokens=24 * 64, retained_tokens=8 * 64) as scheduler:
+        for number in range(20):
+            scheduler.submit(prompt(40, number), 5)
+            finish(scheduler)
+        store = scheduler.store
+        free = store.memory_summary()["main"]["available_pages"]
+        assert (free, len(store.continuations())) == (4, 20)
+        scheduler.submit(prompt(7 * 64 - 10, 99), 5)
+        finish(scheduler)
+        counters = policy(scheduler).counters
+        assert (counters.evictions, counters.evicted_pages) == (3, 3)
+
+
+def test_the_source_of_a_prompt_is_not_given_up_for_it() -> None:
+    """S59: it is the least recent, and pages are missing; then it is moved, because a Fork does not fit."""
+    with served(rows=2, tokens=8 * 64) as scheduler:
+        ids = prompt(6 * 64 + 10, 1)
+        scheduler.submit(ids, 2)
+        finish(scheduler)
+        text = scheduler.submit([*ids, 7], 80)
+        finish(scheduler)
+        counters = policy(scheduler).counters
+        assert (counters.moves, counters.evictions) == (1, 0)
+        assert counters.reused_tokens == len(ids)
+        assert len(text.outputs[0].tokens) == 80
+
+
+def test_the_oldest_on_the_host_end_last() -> None:
+    """Demoted under pressure; where the arena is full too, the least recent there is released."""
+    record = 2 * 64 * 64 * 2
+    with served(rows=2, tokens=8 * 64, host_arena_bytes=6 * record) as scheduler:
+        for number in range(12):
+            scheduler.submit(prompt(120, number), 5)
+            finish(scheduler)
+        counters = policy(scheduler).counters
+        assert counters.demotions > 5
+        assert 0 < counters.evictions < counters.demotions
+        assert counters.evicted_pages == 0
+        scheduler.submit(prompt(120, 11), 5)  # the last one is still there
+        finish(scheduler)
+        assert policy(scheduler).counters.reused_tokens == 119
+
+
+def test_growing_rows_take_pages_of_kept_texts() -> None:
+    """C9.2: a lease is extended over a kept text, and the output is complete."""
+    with served(rows=2, tokens=8 * 64, kv_lease_growth=True, lease_window_tokens=64) as scheduler:
+        for number in range(4):
+            scheduler.submit(prompt(60, number), 2)
+            finish(scheduler)
+        request = scheduler.submit(prompt(10, 50), 450)
+        finish(scheduler)
+        assert (len(request.outputs[0].tokens), request.outputs[0].reason) == (450, "length")
+        assert policy(scheduler).counters.evictions >= 3
+
+
+def test_texts_are_found_again_after_an_interrupt_between_store_and_policy() -> None:
+    """The store has the continuation, and its state is the text; what is gone is forgotten."""
+    with served() as scheduler:
+        store, retention = scheduler.store, policy(scheduler)
+        scheduler.submit(prompt(70, 1), 3)
+        finish(scheduler)
+        (kept,) = store.continuations()
+        retention._forget(kept)
+        other = store.activate(prompt_tokens=1, output_tokens=0)
+        unit = store.begin_unit(store.batch([other]), 1)
+        store.wait(unit)
+        store.commit(unit)
+        foreign = store.finish(other, retain=True, state="of somebody else")
+        assert foreign is not None
+        retention.recover(store)
+        assert list(retention.index) == [kept]
+        store.release(kept)
+        retention.recover(store)
+        assert list(retention.index) == []
+        store.release(foreign)
+
+
+def test_kept_tokens_are_those_of_the_pages() -> None:
+    """A cancelled output keeps nothing; the tokens of a stopped one end with the token before the last."""
+    with served() as scheduler:
+        cancelled = scheduler.submit(prompt(100, 1), 100)
+        scheduler.step()
+        scheduler.step()
+        scheduler.cancel(cancelled)
+        assert scheduler.store.continuations() == []
+        alone = scheduler.submit(prompt(64, 2), 30)
+        finish(scheduler)
+        stop = alone.outputs[0].tokens[7]
+        scheduler.submit(np.array(prompt(64, 2)), 30, stop_tokens=[stop])
+        finish(scheduler)
+        assert len(scheduler.store.continuations()) <= 2
