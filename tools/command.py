@@ -28,6 +28,7 @@ COMMANDS = {
     "kernels report": "kernels.report",
     "plan": "plan",
     "run": "llama.run",
+    "trace": "trace.run",
 }
 """Every command by its full name, and its module below `pagedkv.tools`."""
 

@@ -122,6 +122,7 @@ class Store:
         self.ops = Ops(device)
         self.layout: StoreLayout = build_layout(config)
         self._ledger = _build_ledger(config)
+        self._page_bytes = {pool.name: pool.page_bytes for pool in config.pools}
         self._access = Access(self._ledger, device.state, journal)
         device.state.users.join(self._access)
         self._journal = journal
@@ -963,15 +964,15 @@ class Store:
         """Return, per pool, pages (capacity, allocated, reserved, available) and bytes; a latched store answers too."""
         self._access.write_journal()
         summary = {}
-        for pool in self.config.pools:
-            counters = self._ledger.active[pool.name].pool
-            summary[pool.name] = {
+        for name, spaces in self._ledger.active.items():
+            counters, page_bytes = spaces.pool, self._page_bytes[name]
+            summary[name] = {
                 "capacity_pages": counters.capacity,
                 "allocated_pages": counters.allocated,
                 "reserved_pages": counters.reserved,
                 "available_pages": counters.available,
-                "page_bytes": pool.page_bytes,
-                "slab_bytes": pool.page_bytes * pool.pages,
+                "page_bytes": page_bytes,
+                "slab_bytes": page_bytes * counters.capacity,
             }
         return summary
 
@@ -1017,9 +1018,9 @@ class Store:
         """
         self._access.write_journal()
         counts: dict[str, dict[str, dict[str, int]]] = {}
-        for pool in self.config.pools:
-            pages, page_bytes = self._ledger.active[pool.name].events.pages, pool.page_bytes
-            counts[pool.name] = {kind: {"pages": n, "bytes": n * page_bytes} for kind, n in pages.items()}
+        for name, spaces in self._ledger.active.items():
+            page_bytes = self._page_bytes[name]
+            counts[name] = {kind: {"pages": n, "bytes": n * page_bytes} for kind, n in spaces.events.pages.items()}
         return counts
 
     def codec_counts(self) -> dict[str, dict[str, int]]:

@@ -1,0 +1,1 @@
+"""Replays of request traces through a scheduler with a retention policy."""

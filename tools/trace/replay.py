@@ -1,0 +1,298 @@
+"""Replay of a trace: requests in the order of the file, so many at a time, through a scheduler with `LeastRecent`.
+
+A turn of a conversation waits until the turn before has ended; others come meanwhile.
+
+Without kernels the store is on no device: ledgers, tables and policy run at full speed, and every output is zeros.
+With kernels a small model appends and attends on a real device; its tokens depend on every bit that its attention read,
+and some outputs are computed again alone, in a store that shares nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import pagedkv as pk
+from pagedkv.graphs import LeastRecent, Output, Request, Scheduler, Unit
+from pagedkv.tools.trace.trace_file import Int32, Trace, TraceRequest
+
+SAMPLES = 512
+"""Points of a picture; where there are more, every second one goes."""
+
+HELD_MAX = 4096
+"""Most turns that wait for the turn before."""
+
+CHUNK_TOKENS = 8192
+OUTPUT_TOKENS_FIRST = (1 << 31) - 4096
+"""Sampled tokens are from here on, so no prompt goes on with one by chance."""
+HASH_ROWS = 257
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """How a trace is replayed.
+
+    Attributes:
+        concurrency: rows.
+        device_pages: of the pool, or None: for every row and the retained tokens.
+        retained_tokens: beyond what the rows can use, or None: every text of the trace.
+        host_bytes: of the Host arena.
+        grows: lease growth.
+        device: "none", or a device on which kernels run.
+        check_every: with kernels, every so many requests are computed again alone.
+    """
+
+    concurrency: int
+    device_pages: int | None = None
+    retained_tokens: int | None = None
+    host_bytes: int = 0
+    grows: bool = False
+    device: str = "none"
+    check_every: int = 20
+
+
+@dataclass
+class Sample:
+    """The state of a moment: requests that were submitted, and what is in use."""
+
+    requests: int
+    pages: int
+    active_pages: int
+    host_bytes: int
+    waiting: int
+
+
+@dataclass
+class Replay:
+    """The result of a replay; `figures` is the report without its schema."""
+
+    figures: dict[str, Any]
+    samples: list[Sample] = field(default_factory=list)
+    lost: str = ""
+
+
+class NoModel:
+    """A model that enqueues nothing."""
+
+    def enqueue(self, unit: Unit) -> None:
+        """Enqueue nothing: on no device every token is 0."""
+
+
+class HashModel:
+    """One layer of attention over rows that a hash of token and position picks; the token is a hash of its bits."""
+
+    def __init__(self, store: pk.Store) -> None:
+        self._geometry = geometry = store.config.geometry
+        random = np.random.default_rng(7)
+        self._tables = []
+        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads):
+            bits = pk.codecs.f32_to_bf16(random.standard_normal((HASH_ROWS, heads, geometry.head_dim), np.float32))
+            table = store.device.empty(bits.shape, np.uint16)
+            store.device.copy(table, bits, store.stream)
+            self._tables.append(table)
+        store.stream.synchronize()
+
+    def enqueue(self, unit: Unit) -> None:
+        """Enqueue append and attention."""
+        rows, geometry = (unit.batch, unit.width), self._geometry
+        q, out = (unit.empty((*rows, geometry.query_heads, geometry.head_dim), np.uint16) for _ in range(2))
+        k, v = (unit.empty((*rows, geometry.kv_heads, geometry.head_dim), np.uint16) for _ in range(2))
+        unit.call(pick_rows, unit.tokens, unit.first_positions, *self._tables, q, k, v)
+        unit.attend(0, q, k, v, out)
+        unit.call(pick_tokens, out, unit.next_tokens)
+
+
+def pick_rows(
+    tokens: Any, first_positions: Any, q_table: Any, k_table: Any, v_table: Any, q: Any, k: Any, v: Any
+) -> None:
+    """Fill q, k and v with the rows of a hash of token and position."""
+    positions = first_positions[:, None] + np.arange(tokens.shape[1], like=tokens)
+    index = (tokens.astype(np.int64) * 7919 + positions * 104729) % HASH_ROWS
+    q[...] = q_table[index]
+    k[...] = k_table[(index * 3 + 1) % HASH_ROWS]
+    v[...] = v_table[(index * 5 + 2) % HASH_ROWS]
+
+
+def pick_tokens(out: Any, next_tokens: Any) -> None:
+    """Sample a hash of the bits of the attention output."""
+    bits = out.reshape(*out.shape[:2], -1).astype(np.int64)
+    weights = np.arange(bits.shape[-1], like=bits) * 2 + 1
+    next_tokens[...] = OUTPUT_TOKENS_FIRST + (bits * weights).sum(axis=-1) % 1009
+
+
+def replay(trace: Trace, options: ReplayOptions, *, progress: Callable[[int], None] = lambda _: None) -> Replay:
+    """Replay a trace; `progress` gets the number of requests that have ended.
+
+    Raises:
+        ConfigError: pages or bytes outside their range.
+    """
+    config = config_of(trace, options)
+    has_kernels, retention = options.device != "none", LeastRecent()
+    result = Replay({})
+    with pk.open_store(config, options.device) as store:
+        scheduler = Scheduler(store, HashModel(store) if has_kernels else NoModel(), retention=retention,
+                              step_tokens=CHUNK_TOKENS if not has_kernels else None)
+        run = _Run(scheduler, trace, options, result)
+        run.serve(progress)
+        events = store.event_counts()["main"]
+        result.figures = {
+            **run.figures(), **vars(retention.counters), "restored_pages": events["restore"]["pages"],
+            **{f"host_{name}": value for name, value in store.host_summary().items()},
+            "peak_pages": scheduler.statistics.pages_most, "pages": config.main_pages,
+        }
+        retention.release_all(store)
+        result.lost = lost_of(store)
+    if has_kernels:
+        result.figures |= run.check_alone(config)
+    return result
+
+
+def config_of(trace: Trace, options: ReplayOptions) -> pk.StoreConfig:
+    """Return the configuration of a replay: a context for the longest request, and the pages that were asked for."""
+    context = trace.tokens_most
+    blocks = -(-context // pk.PAGE_TOKENS)
+    # Every text ends inside a page of its own, and a fork begins with another.
+    every_text = trace.text_tokens + 2 * pk.PAGE_TOKENS * len(trace.requests)
+    retained = every_text if options.retained_tokens is None else options.retained_tokens
+    rows_pages = options.concurrency * blocks
+    pages = options.device_pages or rows_pages + -(-retained // pk.PAGE_TOKENS)
+    heads, head_dim = (2, 64) if options.device != "none" else (1, 16)
+    return pk.StoreConfig(
+        pk.KVGeometry(layers=1, query_heads=heads, kv_heads=1, head_dim=head_dim), profile="bf16", max_context=context,
+        max_concurrency=options.concurrency, kv_capacity=pk.ExplicitCapacity(max(pages * pk.PAGE_TOKENS, context)),
+        retained_tokens=max(retained, max(pages - rows_pages, 0) * pk.PAGE_TOKENS), host_arena_bytes=options.host_bytes,
+        kv_lease_growth=options.grows, prefill_columns_max=1024 if options.device != "none" else CHUNK_TOKENS,
+    )
+
+
+def lost_of(store: pk.Store) -> str:
+    """Say what is not free when everything has ended; "" if nothing is."""
+    store.check()
+    lost = []
+    for name, pool in store.inspect().pools.items():
+        if pool.available != pool.capacity:
+            lost.append(f"{pool.capacity - pool.available} pages of {name}")
+        if pool.serial.any():
+            lost.append(f"{int(np.count_nonzero(pool.serial))} descriptors of {name}")
+        if pool.pins.any():
+            lost.append(f"{int(pool.pins.sum())} pins of {name}")
+    if store.host_summary()["used_bytes"]:
+        lost.append(f"{store.host_summary()['used_bytes']} bytes on the Host")
+    if store.sequences():
+        lost.append(f"{len(store.sequences())} rows")
+    return ", ".join(lost)
+
+
+class _Run:
+    """Submits the requests of a trace, steps, and measures."""
+
+    def __init__(self, scheduler: Scheduler, trace: Trace, options: ReplayOptions, result: Replay) -> None:
+        self.scheduler = scheduler
+        self.trace = trace
+        self.options = options
+        self.result = result
+        self.bounded = self.prompt_tokens = self.output_tokens = self.ended = 0
+        self.steps_ns: list[int] = []  # of steps in which nobody came or left
+        self.other_ns = self.other_steps = 0
+        self.sampled: list[tuple[Int32, int, list[int]]] = []
+        self._every = 1
+
+    def serve(self, progress: Callable[[int], None]) -> None:
+        """Submit requests as earlier ones end, and step until all have ended."""
+        scheduler, concurrency = self.scheduler, self.options.concurrency
+        before_of = self.trace.turns_before()
+        lines = enumerate(zip(self.trace.requests, self.trace.prompts(), strict=True))
+        open_requests: dict[Output, tuple[int, Request]] = {}
+        held: list[tuple[int, tuple[TraceRequest, Int32]]] = []  # turns that wait for the turn before
+        unended, is_complete = set(range(len(before_of))), False
+        begin, cpu = time.perf_counter(), time.thread_time()
+        submitted, running = 0, 0
+        while unended:
+            while len(open_requests) < concurrency and not (is_complete and not held):
+                places = (place for place, (number, _) in enumerate(held) if before_of[number] not in unended)
+                ready = next(places, None)
+                if ready is not None:
+                    number, (request, ids) = held.pop(ready)
+                else:
+                    line = next(lines, None) if len(held) < HELD_MAX else None
+                    is_complete = is_complete or (line is None and len(held) < HELD_MAX)
+                    if line is None:
+                        break
+                    number, (request, ids) = line
+                    if before_of[number] in unended:
+                        held.append(line)
+                        continue
+                one = scheduler.submit(ids, max(request.output_tokens, 1))
+                open_requests[one.outputs[0]] = number, one
+                self.prompt_tokens += ids.size
+                submitted += 1
+            before, is_busy = time.thread_time_ns(), len(open_requests) > running
+            answer = scheduler.step()
+            spent, running = time.thread_time_ns() - before, len(answer)
+            if is_busy or answer.ended:
+                self.other_ns += spent
+                self.other_steps += 1
+            else:
+                self.steps_ns.append(spent)
+            for output in answer.ended:
+                number, one = open_requests.pop(output)
+                unended.discard(number)
+                self._end(one)
+            if answer.ended:
+                progress(self.ended)
+                self._sample(submitted)
+        self.seconds, self.cpu_seconds = time.perf_counter() - begin, time.thread_time() - cpu
+
+    def figures(self) -> dict[str, Any]:
+        """Return what was served, and what it took."""
+        quiet = float(np.median(self.steps_ns)) if self.steps_ns else 0.0
+        admission = max(self.other_ns - self.other_steps * quiet, 0.0) / max(self.ended, 1)
+        counters = self.scheduler.retention.counters if isinstance(self.scheduler.retention, LeastRecent) else None
+        reused = counters.reused_tokens if counters is not None else 0
+        return {
+            "requests": self.ended, "skipped": self.trace.skipped, "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens, "reused_share": round(reused / max(self.prompt_tokens, 1), 4),
+            "bounded_completions": self.bounded, "steps": self.scheduler.steps, "seconds": round(self.seconds, 2),
+            "requests_per_second": round(self.ended / self.seconds, 1), "us_per_step": round(quiet / 1000, 1),
+            "us_per_request": round(admission / 1000, 1),
+        }
+
+    def check_alone(self, config: pk.StoreConfig) -> dict[str, int]:
+        """Compute sampled outputs again in a store that keeps nothing; return how many, and how many differ."""
+        different = 0
+        with pk.open_store(config, self.options.device) as store:
+            alone = Scheduler(store, HashModel(store))
+            for ids, count, tokens in self.sampled:
+                request = alone.submit(ids, count)
+                while not alone.is_idle:
+                    alone.step()
+                different += request.outputs[0].tokens[: len(tokens)] != tokens
+        return {"checked_outputs": len(self.sampled), "different_outputs": different}
+
+    def _end(self, request: Request) -> None:
+        (output,) = request.outputs
+        tokens = output.tokens
+        self.ended += 1
+        self.output_tokens += len(tokens)
+        self.bounded += len(tokens) < request.max_new_tokens
+        if self.options.device != "none" and request.number % self.options.check_every == 0:
+            self.sampled.append((request.prompt_ids, request.max_new_tokens, tokens))
+
+    def _sample(self, submitted: int) -> None:
+        """Note the state of this moment; with many of them, of every second, fourth, ... end of a request."""
+        samples = self.result.samples
+        if self.ended % self._every:
+            return
+        store, memory = self.scheduler.store, self.scheduler.store.memory_summary()["main"]
+        used = memory["capacity_pages"] - memory["available_pages"]
+        active = memory["reserved_pages"] + sum(-(-store.committed_tokens(one) // pk.PAGE_TOKENS)
+                                                for one in store.sequences())
+        samples.append(Sample(submitted, used, min(active, used), store.host_summary()["used_bytes"],
+                              self.scheduler.statistics.waiting))
+        if len(samples) >= 2 * SAMPLES:
+            del samples[::2]
+            self._every *= 2
