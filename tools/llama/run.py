@@ -22,6 +22,7 @@ import click
 import pagedkv as pk
 from pagedkv.graphs import SAMPLING_WORDS, Output, Sampling, Scheduler
 from pagedkv.tools.console import device_choice, positive, say
+from pagedkv.tools.llama.conversation import run_conversations
 from pagedkv.tools.llama.model import LlamaModel, linear_for
 from pagedkv.tools.llama.tokenizer import TextStream, Tokenizer
 from pagedkv.tools.llama.weights import MODEL_NAME, LlamaConfig, load_model
@@ -66,6 +67,8 @@ class _Text:
 @click.option("--prompt", "prompts", multiple=True, help="A prompt; repeat it for a batch.")
 @click.option("--requests", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="A file of JSON lines: prompt, and if you like max_new_tokens, n, seed, temperature, top_p, stop.")
+@click.option("--conversation", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="A file of JSON lines: turns, a list of texts, and if you like max_new_tokens.")
 @click.option("--device", type=device_choice, default="auto", show_default=True)
 @click.option("--profile", default="bf16", show_default=True, help="Storage profile of the KV cache (C4).")
 @click.option("--max-new-tokens", type=positive, default=32, show_default=True)
@@ -76,12 +79,24 @@ class _Text:
 @click.option("--max-context", type=positive, default=2048, show_default=True, help="Tokens of a row.")
 @click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
 @click.option("--json", is_flag=True, help="Print one JSON object; the text then goes to stderr.")
-def command(**options: Any) -> None:
+@click.pass_context
+def command(context: click.Context, /, *, conversation: Path | None, **options: Any) -> None:
     """Decode prompts together with a small real model.
 
     --requests reads prompts with options of their own, one JSON object a line; the other options are their defaults.
+
+    --conversation reads conversations, one JSON object a line. They take turns on the rows, and lie on the Host
+    between their turns. They are in chat form, and take the likeliest token.
     """
-    run_prompts(**options)
+    if conversation is None:
+        run_prompts(**options)
+        return
+    shared = {"device", "profile", "max_new_tokens", "max_concurrency", "max_context", "json"}
+    for name in sorted(options.keys() - shared):
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            option = "--prompt" if name == "prompts" else f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} does not go with --conversation")
+    run_conversations(conversation, **{name: options[name] for name in shared})
 
 
 def run_prompts(

