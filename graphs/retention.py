@@ -12,6 +12,7 @@ store after an interrupt.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
@@ -93,8 +94,8 @@ class LeastRecent:
         self.tokens_min = pk.checks.checked_integer("tokens_min", tokens_min, 1, 1 << 30, clause="C1.2",
                                                     remedy="pass the fewest tokens worth a Fork")
         # Least recently used first: continuations with pages on the Device, perhaps, and those on the Host alone.
-        self._near: dict[pk.Continuation, None] = {}
-        self._far: dict[pk.Continuation, None] = {}
+        self._near: OrderedDict[pk.Continuation, None] = OrderedDict()
+        self._far: OrderedDict[pk.Continuation, None] = OrderedDict()
 
     def find(self, store: pk.Store, prompt_ids: Int32, salt: Hashable) -> RetainedPrefix | None:  # noqa: ARG002
         """Return the longest retained prefix of all but the last token of a prompt."""
@@ -102,8 +103,7 @@ class LeastRecent:
         if found is None or found.tokens < self.tokens_min:
             return None
         source = cast("pk.Continuation", found.handle)
-        known = self._far if source in self._far else self._near
-        known[source] = known.pop(source)
+        (self._far if source in self._far else self._near).move_to_end(source)
         return RetainedPrefix(source, found.tokens)
 
     def make_room(self, store: pk.Store, refusal: pk.Refusal, source: pk.Continuation | None) -> bool:
@@ -115,11 +115,11 @@ class LeastRecent:
         if refusal.reason != "pages" or refusal.forever:
             return False
         missing, freed = refusal.needed - refusal.available, 0
-        for victim in list(self._near):
-            if freed >= missing:
+        while freed < missing:
+            victim = next((one for one in self._near if one != source), None)
+            if victim is None:
                 break
-            if victim != source:
-                freed += self._give_up(store, victim, refusal.pool, source)
+            freed += self._give_up(store, victim, refusal.pool, source)
         return freed > 0
 
     def keep(self, store: pk.Store, continuation: pk.Continuation) -> None:
@@ -127,7 +127,7 @@ class LeastRecent:
         text = store.state_of(continuation)
         assert isinstance(text, RetainedText), f"{continuation} is not of a scheduler"
         if not self.index.insert(text.tokens, continuation, salt=text.salt):
-            self._release(store, next(iter({**self._far, **self._near})))
+            self._release(store, next(iter(self._far or self._near)))
             self.counters.evictions += 1
             self.index.insert(text.tokens, continuation, salt=text.salt)
         self._near[continuation] = None
@@ -151,8 +151,8 @@ class LeastRecent:
 
     def recover(self, store: pk.Store) -> None:
         """Forget continuations that the store does not have, and keep those with a text that nobody knows."""
-        held = store.continuations()
-        for gone in [one for one in self.index if one not in set(held)]:
+        held = dict.fromkeys(store.continuations())
+        for gone in [one for one in self.index if one not in held]:
             self._forget(cast("pk.Continuation", gone))
         for one in held:
             if one not in self.index and isinstance(store.state_of(one), RetainedText):

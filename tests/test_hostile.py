@@ -280,7 +280,7 @@ def test_closing_comes_after_a_capture_and_before_the_device() -> None:
 @pytest.mark.parametrize("device", [None, 5, [], object()])
 def test_what_is_no_device_or_no_configuration_is_refused(device: Any) -> None:
     """C1.1: with the names that would do."""
-    with pytest.raises(pk.MisuseError, match="auto, cpu, cuda or a Device"):
+    with pytest.raises(pk.MisuseError, match="auto, cpu, cuda, none or a Device"):
         pk.open_store(CONFIG, device=device)
     with pytest.raises(pk.ConfigError, match="StoreConfig"):
         pk.open_store(device, device="cpu")

@@ -81,7 +81,7 @@ class HostCopies:
         job.waiting = job.copies
         if self._sanitizer is not None:
             self._note_sources(self._sanitizer, job)
-        self.advance(job)
+        self._submit(job)
 
     def advance(self, job: CopyJob) -> bool:
         """Submit what waits, as far as slots are free, and say whether all copies have run.
@@ -89,12 +89,7 @@ class HostCopies:
         Raises:
             TransferFailed: a copy could not be queued; call `fail`.
         """
-        while job.waiting:
-            direction, copy = job.waiting[0]
-            if not self.mover.submit(direction, copy.pool, copy.page_ids, _offsets(copy), job.tickets):
-                return False
-            del job.waiting[0]
-        return all(self.mover.is_done(ticket) for ticket in job.tickets)
+        return self._submit(job) and all(self.mover.is_done(ticket) for ticket in job.tickets)
 
     def run(self, job: CopyJob) -> None:
         """Block until the copies of a job have run; raises as `advance`."""
@@ -130,6 +125,15 @@ class HostCopies:
             self._wait(job)
 
     # ---- helpers ----------------------------------------------------------------------------------
+
+    def _submit(self, job: CopyJob) -> bool:
+        """Submit what waits, as far as slots are free; say whether nothing waits any more."""
+        while job.waiting:
+            direction, copy = job.waiting[0]
+            if not self.mover.submit(direction, copy.pool, copy.page_ids, _offsets(copy), job.tickets):
+                return False
+            del job.waiting[0]
+        return True
 
     def _wait(self, job: CopyJob) -> None:
         for ticket in job.tickets:

@@ -525,7 +525,9 @@ class Store:
         return pages
 
     def drop_host(self, continuation: Continuation) -> int:
-        """Free the Host replicas of pages that keep their Device replica, and return their bytes.  (C7.7)
+        """Free the Host replicas of idle pages that keep their Device replica, and return their bytes.  (C7.7)
+
+        A page is idle while no active sequence, no copy and no writer uses it.
 
         Raises:
             StaleHandle: it was released or moved.
