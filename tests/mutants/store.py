@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import FUZZ, GONE, Mutant, interrupted
+from tests.mutants.mutant import BODY, FUZZ, GONE, Mutant, interrupted
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("C12.4", "a lack of memory in a check is blamed on the value", "errors.py",
@@ -17,6 +17,10 @@ MUTANTS: tuple[Mutant, ...] = (
            "(*transaction.backups, *transaction.restores)", "transaction.backups", "host/test_demotions.py"),
     Mutant("C7.4", "pages on their way to the Host are not held", "ledger/demotions.py:Demotions.prepare",
            "self.active[name].pages.pin(logical)", "pass", "host/test_demotions.py"),
+    Mutant("C7.4", "a continuation that is demoted lets go of its pages", "ledger/continuations.py:require_undemoted",
+           BODY, "return None", ("host/test_demotions.py", FUZZ)),
+    Mutant("C7.4", "a continuation that is demoted is moved", "ledger/transaction.py:Transactions._busy_pages",
+           " | (self.continuations.demotions[target.source.number] > 0)", "", ("host/test_demotions.py", FUZZ)),
     Mutant("C7.7", "a page of an active sequence loses its Device replica", "ledger/pages.py:LogicalPages.is_idle",
            " & (self.active[at] == 0)", "", "host/test_demotions.py"),
     Mutant("C7.7", "a Host replica that covers too little counts as whole", "ledger/pages.py:LogicalPages.is_on_host",
