@@ -314,7 +314,7 @@ class Transactions:
             raise MisuseError("a target", expected="an ActivationTarget", got=shown(target),
                               remedy="pass ActivationTarget(prompt_tokens, output_tokens)", clause="C10.9")
         answer = self._explain(target, self._frontiers(target))
-        if type(answer) is Refusal and answer.reason == "pages" and target.source is not None and target.keep_source:
+        if type(answer) is Refusal and answer.reason in ("pages", "host") and target.source and target.keep_source:
             moved = replace(target, keep_source=False, allow_demote_source=False)
             if not self.continuations.states[target.source.number].claims:
                 fits = type(self._explain(moved, self._frontiers(moved))) is ActivationPlan

@@ -420,7 +420,8 @@ def test_a_staged_fork_is_asked_for_and_possible() -> None:
     assert store.refuse(staged).reason == "pages"
     pages.unpin(tail)
     assert store.demote(store.retain(64)) == 1
-    assert store.refuse(staged) == Refusal("main", 1, 0, forever=False, reason="host")
+    answer = store.refuse(staged)
+    assert (answer, answer.move_fits) == (Refusal("main", 1, 0, forever=False, reason="host"), True)
     for source, keep_source in ((None, True), (kept, False)):
         with pytest.raises(MisuseError, match=r"C10\.8"):
             ActivationTarget(1, 0, source, None, keep_source, allow_demote_source=True)

@@ -13,7 +13,7 @@ stable while they are mapped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -573,6 +573,14 @@ class LedgerModel:
         elif len(backups) > 1:
             refusals += [RightRefusal(pool, 1, None, "host") for pool in backups]
         return refusals, is_sure
+
+    def move_fits(self, target: Target, answer: bool) -> bool:
+        """Return whether a refused Fork would be honoured as a Move; `answer` where either is right.  (C10.9)"""
+        moved = replace(target, keeps=False, demotes=False)
+        if target.source is None or not target.keeps or self.target_errors(moved):
+            return False
+        refusals, is_sure = self.refusals(moved)
+        return not refusals if is_sure or not refusals else answer
 
     def busy_pages(self, target: Target) -> dict[str, int]:
         """Return, per pool, pages that an activation needs and that another copy holds; only pools with some.  (C7.4)

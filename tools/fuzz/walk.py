@@ -262,6 +262,8 @@ class Walk:
             self.call(errors, lambda: self.store.try_activate(**arguments), before=before)
             return
         self._require_unchanged(before)
+        if isinstance(explained, pk.Refusal):
+            require_same("a Move fits", self.model.move_fits(target, explained.move_fits), explained.move_fits)
         refusals, is_sure = self.model.refusals(target)
         may_wait = wait and any(refusal.reason == "copying" for refusal in refusals)
         if may_wait:  # then all that is in flight ends at once, in order
