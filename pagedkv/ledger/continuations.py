@@ -14,6 +14,7 @@ C16.16).
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -69,12 +70,16 @@ class Continuations:
 
     Args:
         kept: the inactive spaces of each pool, in pool order.
+
+    Attributes:
+        demotions: of each continuation that have not ended; `Demotions` alone writes it.
     """
 
     def __init__(self, kept: Mapping[str, KeptSpaces], store_id: int) -> None:
         self.kept = dict(kept)
         self.store_id = store_id
         self.states: dict[int, ContinuationState] = {}
+        self.demotions: Counter[int] = Counter()
         self._number_next = 1
 
     def handles(self) -> list[Continuation]:
@@ -101,7 +106,7 @@ class Continuations:
         return {pool: kept.by_number[number].frontier for pool, kept in self.kept.items()}
 
     def release(self, number: int) -> None:
-        """Give up every membership in every pool; the caller has called `require_unpinned`.  (C9.8)"""
+        """Give up every membership in every pool; the caller has called `require_undemoted`.  (C9.8)"""
         for kept in self.kept.values():
             kept.release(number)
         del self.states[number]
@@ -116,10 +121,12 @@ class Continuations:
         self.states[number].claims -= 1
         self.states[number].is_moving = False
 
-    def require_unpinned(self, number: int, operation: str) -> None:
-        """Refuse a continuation if a copy uses one of its pages.  (C7.4)"""
-        for kept in self.kept.values():
-            kept.pages.require_unpinned(operation, kept.by_number[number].index)
+    def require_undemoted(self, number: int, operation: str) -> None:
+        """Refuse a continuation whose pages are on their way to the Host: it holds them until then.  (C7.4)"""
+        if self.demotions[number]:
+            raise MisuseError(operation, expected="a continuation that is not being demoted",
+                              got=f"{self.demotions[number]} demotions in flight",
+                              remedy="call poll_copies until it is False", clause="C7.4")
 
     def require_current(self, continuation: Continuation) -> int:
         """Return the number of a handle; refuse a handle that was released or moved, or of another store."""

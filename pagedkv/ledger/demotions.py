@@ -7,12 +7,14 @@
 
 A page of an active sequence, with a writer or with a pin stays as it is: the others move.  Pages that several
 continuations share move for all of them.  `prepare` takes the records of all pools or of none, and pins the pages until
-the commit or the abort; `commit` compares content epochs before it publishes, and drops a Device replica only if nobody
-has begun to use the page meanwhile.
+the commit or the abort.  So long the continuation is not released, cut or moved: it holds every pinned page, whatever
+other spaces do.  `commit` compares content epochs before it publishes, and drops a Device replica only if nobody has
+begun to use the page meanwhile.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -135,6 +137,7 @@ class Demotions:
             self.active[name].pages.pin(logical)
         demotion = Demotion(number, tuple(copies), plan.pinned)
         self.open.append(demotion)
+        self.continuations.demotions[number] += 1
         return demotion
 
     def require_committable(self, demotion: Demotion) -> None:
@@ -182,6 +185,7 @@ class Demotions:
     def _end(self, demotion: Demotion) -> None:
         demotion.is_open = False
         self.open.remove(demotion)
+        self.continuations.demotions -= Counter((demotion.number,))  # which keeps no zero
         for name, logical in demotion.pinned.items():
             self.active[name].pages.unpin(logical)
 

@@ -103,8 +103,9 @@ class HostArena:
 
     def release(self, places: Ids, record_units: int) -> None:
         """Give records back, in any order.  (C8.1)"""
-        self.starts, self.ends = _joined(self.starts, self.ends, places, record_units)
-        assert not self.ends.size or 0 <= self.starts[0] <= self.ends[-1] <= self.units, f"{places.tolist()} released"
+        starts, ends = _joined(self.starts, self.ends, places, record_units)
+        assert not ends.size or 0 <= starts[0] <= ends[-1] <= self.units, f"records {places.tolist()} released"
+        self.starts, self.ends = starts, ends
         self.revision += 1
 
 

@@ -101,9 +101,9 @@ class KeptSpaces:
             self._lower_protection(number, space, tokens)
 
     def require_truncate(self, number: int, tokens: int) -> None:
-        """Refuse a cut outside protected..committed, inside a page of several spaces, or of pages that a copy uses.
+        """Refuse a cut outside protected..committed, or inside a page of several spaces.
 
-        Whole pages behind the cut may belong to other spaces too: they lose one reference.  (C9.10, C7.4)
+        Whole pages behind the cut may belong to other spaces too: they lose one reference.  (C9.10)
         """
         space = self.by_number[number]
         what = f"truncate of Continuation(number={number}) in pool {self.pool.name}"
@@ -111,10 +111,9 @@ class KeptSpaces:
             raise MisuseError(what, expected=f"{space.protected_frontier} (protected) to {space.frontier} tokens",
                               got=shown(tokens), remedy="lower the protected frontier with protect first",
                               clause="C9.10")
-        cut = space.members[tokens >> PAGE_SHIFT :]
         if tokens < space.frontier and tokens & PAGE_MASK:
-            self.pages.require_private(what, cut[:1])
-        self.pages.require_unpinned(what, cut)
+            block = tokens >> PAGE_SHIFT
+            self.pages.require_private(what, space.members[block : block + 1])
 
     def truncate(self, number: int, tokens: int) -> None:
         """Lower the committed frontier, as `require_truncate` allowed, and drop the pages behind it.  (C9.10)"""

@@ -276,7 +276,7 @@ class Ledger:
     def release(self, continuation: Continuation) -> None:
         """Give up every membership of a continuation; free the pages that nobody references any more.  (C9.8)"""
         number = self.continuations.require_idle(continuation, "release")
-        self.continuations.require_unpinned(number, f"release of {continuation}")
+        self.continuations.require_undemoted(number, f"release of {continuation}")
         self.unsettled = "release"
         self.continuations.release(number)
 
@@ -316,6 +316,7 @@ class Ledger:
             raise MisuseError(f"truncate of {continuation} to nothing", expected="at least 1 token of Main", got=0,
                               remedy="release it", clause="C9.10")
         kept.require_truncate(number, tokens)
+        self.continuations.require_undemoted(number, f"truncate of {continuation}")
         loses_state = tokens < self.continuations.states[number].state_frontier.get(pool, 0)
         self.unsettled = "truncate"
         if loses_state:

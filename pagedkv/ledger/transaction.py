@@ -314,7 +314,7 @@ class Transactions:
             raise MisuseError("a target", expected="an ActivationTarget", got=shown(target),
                               remedy="pass ActivationTarget(prompt_tokens, output_tokens)", clause="C10.9")
         answer = self._explain(target, self._frontiers(target))
-        if type(answer) is Refusal and answer.reason == "pages" and target.source is not None and target.keep_source:
+        if type(answer) is Refusal and answer.reason in ("pages", "host") and target.source and target.keep_source:
             moved = replace(target, keep_source=False, allow_demote_source=False)
             if not self.continuations.states[target.source.number].claims:
                 fits = type(self._explain(moved, self._frontiers(moved))) is ActivationPlan
@@ -554,14 +554,15 @@ class Transactions:
                         released, restored)
 
     def _busy_pages(self, target: ActivationTarget, plan: PoolPlan) -> int:
-        """Count pages that a transaction needs and another copy holds: restored ones, or pages of a moved space."""
+        """Count pages that a transaction needs and another copy holds: restored ones, or those of a moved space."""
         assert target.source is not None, "a copy holds pages of a source"
         kept = self.continuations.kept[plan.pool]
         pages, at = kept.pages, kept.by_number[target.source.number].index
-        is_busy = (pages.pins[at] > 0) & (pages.references[at] == 1) if not target.keep_source else np.False_
-        is_restored = (pages.pins[at] > 0) & (pages.device[at] < 0)
-        is_restored[plan.kept_pages :] = False
-        return int(np.count_nonzero(is_busy | is_restored))
+        is_needed = pages.device[at] < 0
+        is_needed[plan.kept_pages :] = False
+        if not target.keep_source:
+            is_needed |= (pages.references[at] == 1) | (self.continuations.demotions[target.source.number] > 0)
+        return int(np.count_nonzero(is_needed & (pages.pins[at] > 0)))
 
     def _with_taken_tail(self, target: ActivationTarget, plan: PoolPlan) -> PoolPlan:
         """Return the plan of a Fork that takes the page group of the source's tail, if nobody else uses it.  (C10.8)"""

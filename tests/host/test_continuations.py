@@ -228,24 +228,6 @@ def test_only_a_handle_of_this_store_names_a_continuation(
         use(store.ledger, bad)  # type: ignore[arg-type]
 
 
-def test_releasing_while_a_transfer_reads_a_page_is_refused_in_every_pool() -> None:
-    """The pin is in the second pool: the first keeps its pages too.  (C7.4, C10.2)"""
-    store, kept = retained({"main": 130, "mtp": 100}, backend=MTP)
-    spaces = store.ledger.active["mtp"]
-    pinned = store.space(kept, "mtp").members[1:]
-    spaces.pages.pin(pinned)
-    with refused(MisuseError, "C7.4", store.ledger):
-        store.ledger.release(kept)
-    with refused(MisuseError, "C9.10", store.ledger):
-        store.ledger.truncate_continuation(kept, 64, "mtp")
-    store.ledger.protect(kept, 0, "mtp")
-    with refused(MisuseError, "C7.4", store.ledger):
-        store.ledger.truncate_continuation(kept, 64, "mtp")
-    spaces.pages.unpin(pinned)
-    store.ledger.truncate_continuation(kept, 64, "mtp")
-    store.release(kept)
-
-
 # ---- protect ---------------------------------------------------------------------------------------------
 
 

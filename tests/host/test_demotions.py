@@ -197,6 +197,33 @@ def test_a_demotion_in_flight_is_invisible_and_holds_its_pages() -> None:
     assert (store.read(kept), store.read(fork)[:130]) == (content, content)
 
 
+def test_a_continuation_that_is_demoted_holds_shared_pages_too() -> None:
+    """A Move beside it lets go of them; without this nobody would hold pages that a copy reads.  (C7.4, C7.7)"""
+    store = store_with_host()
+    one = store.retain(250)
+    two = store.finish(store.go_on(one, frontier=192))
+    three = store.finish(store.go_on(one, frontier=64))
+    store.ledger.protect(two, 0, "main")
+    content = store.read(two)
+    assert store.demote(three) == 1
+    moving, _ = announced(store, ActivationTarget(1, 0, one, 64, False))
+    demotion = prepared(store, two)
+    assert [page.tolist() for page in demotion.pinned.values()] == [store.logical(one)[1:3]]
+    for change in (store.ledger.release, lambda held: store.ledger.truncate_continuation(held, 128, "main")):
+        with refused(MisuseError, "C7.4", store.ledger):
+            change(two)
+    assert store.refuse(ActivationTarget(1, 0, two, 1, False)).reason == "copying"
+
+    store.publish(moving)
+    store.check()
+    store.copy_out(demotion.copies)
+    assert store.ledger.commit_demotion(demotion) == 2
+    store.check()
+    assert store.read(two) == content
+    assert not store.ledger.continuations.demotions
+    store.release(two)
+
+
 @pytest.mark.parametrize("ends", [*itertools.permutations(("first", "second"))])
 def test_two_continuations_with_one_prefix_go_to_the_host_together(ends: tuple[str, str]) -> None:
     """The second copies only what the first does not; either may end first.  (C7.4, S26)"""
@@ -393,7 +420,8 @@ def test_a_staged_fork_is_asked_for_and_possible() -> None:
     assert store.refuse(staged).reason == "pages"
     pages.unpin(tail)
     assert store.demote(store.retain(64)) == 1
-    assert store.refuse(staged) == Refusal("main", 1, 0, forever=False, reason="host")
+    answer = store.refuse(staged)
+    assert (answer, answer.move_fits) == (Refusal("main", 1, 0, forever=False, reason="host"), True)
     for source, keep_source in ((None, True), (kept, False)):
         with pytest.raises(MisuseError, match=r"C10\.8"):
             ActivationTarget(1, 0, source, None, keep_source, allow_demote_source=True)

@@ -29,6 +29,9 @@ NEEDED = {
     "begin", "crossings", "commit", "fail", "trim", "trimmed pages", "truncate", "ensure", "finish", "abort",
     "retained", "aborts in flight", "snapshot", "release", "protect", "attach", "cut continuations", "fresh",
     "forks", "moves", "round", "extended rows", "rows not extended", "broken publications", "broken withdrawals",
+    "demoted pages", "demotions beside other work", "restores", "restores beside other work", "aborted restores",
+    "waits for other copies", "staged forks", "dropped on the device", "dropped on the host", "poll", "give_up",
+    "demote", "drop", "refused for host", "refused for copying",
     "faults", "refused for pages", "refused for rows", "refused for context", "refused for provisional",
     "StaleHandle", "UnitInFlight", "MisuseError", "EntitlementExceeded",
 }  # fmt: skip

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 FUZZ_SEED = 20_480
-FUZZ_EVENTS = 10_000
+FUZZ_EVENTS = 15_000
 BODY = "the body of the function"
 """As `old`: all statements of the function that `place` names."""
 

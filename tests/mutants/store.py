@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import FUZZ, GONE, Mutant, interrupted
+from tests.mutants.mutant import BODY, FUZZ, GONE, Mutant, interrupted
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("C12.4", "a lack of memory in a check is blamed on the value", "errors.py",
@@ -11,8 +11,16 @@ MUTANTS: tuple[Mutant, ...] = (
            "self._compare(self._sanitizer, direction, copy)", "pass", "test_sanitizer.py"),
     Mutant("C16.9", "content that changed under a copy is published", "ledger/transaction.py:HostCopy.require_current",
            "if not np.array_equal(", GONE, "host/test_demotions.py"),
+    Mutant("C16.9", "a demotion is published whatever became of its pages", "ledger/demotions.py:require_committable",
+           "copy.require_current(", GONE, "host/test_demotions.py"),
+    Mutant("C16.9", "a restore is published whatever became of its pages", "ledger/transaction.py:require_committable",
+           "(*transaction.backups, *transaction.restores)", "transaction.backups", "host/test_demotions.py"),
     Mutant("C7.4", "pages on their way to the Host are not held", "ledger/demotions.py:Demotions.prepare",
            "self.active[name].pages.pin(logical)", "pass", "host/test_demotions.py"),
+    Mutant("C7.4", "a continuation that is demoted lets go of its pages", "ledger/continuations.py:require_undemoted",
+           BODY, "return None", ("host/test_demotions.py", FUZZ)),
+    Mutant("C7.4", "a continuation that is demoted is moved", "ledger/transaction.py:Transactions._busy_pages",
+           " | (self.continuations.demotions[target.source.number] > 0)", "", ("host/test_demotions.py", FUZZ)),
     Mutant("C7.7", "a page of an active sequence loses its Device replica", "ledger/pages.py:LogicalPages.is_idle",
            " & (self.active[at] == 0)", "", "host/test_demotions.py"),
     Mutant("C7.7", "a Host replica that covers too little counts as whole", "ledger/pages.py:LogicalPages.is_on_host",
@@ -21,6 +29,14 @@ MUTANTS: tuple[Mutant, ...] = (
            "self.free_records(at)", "pass", "host/test_demotions.py"),
     Mutant("C8.2", "records are taken that no range holds", "ledger/host_arena.py:HostArena.plan",
            "if int(counts.sum()) < records:", "if False:", "host/test_demotions.py"),
+    Mutant("C8.1", "free ranges of the arena do not join", "ledger/host_arena.py:_joined",
+           "first[1:] != last[:-1]", "first[1:] >= last[:-1]", "host/test_host_arena.py"),
+    Mutant("C8.1", "a record is released twice", "ledger/host_arena.py:_joined",
+           "assert (first[1:] >= last[:-1]).all()", GONE, "host/test_host_arena.py"),
+    Mutant("C8.2", "a plan does not count on what it releases", "ledger/host_arena.py:HostArena.plan",
+           "for places, record_units in releases:", "for places, record_units in ():", "host/test_host_arena.py"),
+    Mutant("C8.2", "a plan of an earlier revision is applied", "ledger/host_arena.py:HostArena.apply",
+           "assert plan.revision == self.revision", GONE, "host/test_host_arena.py"),
     Mutant("C8.2", "the pools of a demotion are refused one by one", "ledger/demotions.py:Demotions.explain",
            "records = self.arena.plan(requests)", "records = self.arena.plan(requests[:1])", "host/test_demotions.py"),
     Mutant("C8.3", "records that lie together are copied one by one", "transfer/mover.py:_runs",

@@ -24,6 +24,7 @@ from pagedkv.tools.fuzz.ledger_model import (
     ContinuationModel,
     Counts,
     LedgerModel,
+    Page,
     SequenceModel,
     UnitModel,
     pages_of,
@@ -176,9 +177,12 @@ class EventDrawer:
             self.ensure: 3, self.finish: 9, self.abort: 1, self.batch: 4, self.misuse: 1, self.overreach: 3,
             self.resume: 24, self.snapshot: 8, self.release: 4, self.protect: 6, self.cut: 8, self.attach: 4,
             self.round: 1, self.demote: 10 if self.model.host_bytes else 0.3, self.drop: 5,
+            self.poll: 4 if self.model.host_bytes else 0.3, self.give_up: 3,
         }  # fmt: skip
         if self.model.growth is not None:  # rows that live long enough to use their leases up
             weights |= {self.round: 26, self.use_up: 26, self.truncate: 2, self.finish: 4, self.release: 8}
+        elif self.model.host_bytes and rng.random() < 0.5:  # short lives, and pages that come and go
+            weights |= {self.resume: 50, self.demote: 30, self.finish: 30, self.give_up: 12, self.drop: 8}
         self.kinds = list(weights)
         self.weights = [weight * rng.choice((0.2, 1.0, 1.0, 3.0)) for weight in weights.values()]
 
@@ -218,8 +222,15 @@ class EventDrawer:
     def resume(self) -> Arguments:
         """A target from a continuation, by Fork or Move, at any frontier; sometimes at one it does not have."""
         complete = [one for one in self.model.retained if one.state is not None]
+        on_host = [one for one in complete if self._has_page(one, lambda page: not page.is_on_device)]
+        busy = [one for one in complete if any(self.model.pins(page, pool) for pool, space in one.spaces.items()
+                                               for page in space.pages)]  # fmt: skip
+        if on_host and self.rng.random() < 0.5:
+            complete = on_host
+        if busy and self.rng.random() < 0.5:
+            complete = busy
         continuation = self._continuation() if self._breaks_rule() or not complete else self.rng.choice(complete)
-        is_full = len(self.model.active) == self.model.max_concurrency
+        is_full = len(self.model.rows) == self.model.max_concurrency
         if is_full and self.rng.random() < 0.8:
             raise NoSubject
         rng, spaces = self.rng, continuation.spaces
@@ -252,8 +263,11 @@ class EventDrawer:
         keeps = rng.random() < (0.4 if len(self.model.retained) > RETAINED_MANY else 0.6)
         host: Arguments = {}
         if self.model.host_bytes and rng.random() < 0.5:
-            host = {"demotes": (keeps and rng.random() < 0.7) or self._breaks_rule(), "wait": rng.random() < 0.5,
-                    "ends": rng.choice(("poll", "poll", "abort"))}  # fmt: skip
+            host = {"demotes": (keeps and rng.random() < 0.7) or self._breaks_rule(), **self._pace()}
+            if host["demotes"] and rng.random() < 0.7:  # one page of Main is missing, where the tail can be taken
+                pages = main // pk.PAGE_TOKENS + self.model.available("main") + 1
+                exact = pages * pk.PAGE_TOKENS - self.model.pools["main"].lead_tokens - main
+                prompt, total = 0, exact if 0 <= exact <= room else total
         return self._with_copy_fault(
             prompt=prompt, output=total - prompt, source=continuation.name, frontier=frontier, keeps=keeps, **host
         )
@@ -262,11 +276,32 @@ class EventDrawer:
 
     def demote(self) -> Arguments:
         """Pages of a continuation that go to the Host; sometimes of one that ended."""
-        return self._with_copy_fault(continuation=self._continuation().name, wait=self.rng.random() < 0.5)
+        warm = [one for one in self.model.retained if any(self.model.idle_pages(one, pool) for pool in one.spaces)]
+        continuation = self.rng.choice(warm) if warm and self.rng.random() < 0.7 else self._continuation()
+        return self._with_copy_fault(continuation=continuation.name, **self._pace())
 
     def drop(self) -> Arguments:
         """One replica of pages that have two."""
-        return {"continuation": self._continuation().name, "replica": self.rng.choice(("device", "host"))}
+        both = [one for one in self.model.retained
+                if self._has_page(one, lambda page: page.is_on_device and page.host is not None)]  # fmt: skip
+        continuation = self.rng.choice(both) if both and self.rng.random() < 0.8 else self._continuation()
+        return {"continuation": continuation.name, "replica": self.rng.choice(("device", "host"))}
+
+    def poll(self) -> Arguments:
+        """Once, or until no copy is in flight."""
+        return {"is_last": self.rng.random() < 0.1}
+
+    def give_up(self) -> Arguments:
+        """The end of a sequence that is restoring."""
+        return {"restoring": self._choice(self.model.restoring).name}
+
+    @staticmethod
+    def _has_page(continuation: ContinuationModel, is_such: Callable[[Page], bool]) -> bool:
+        return any(is_such(page) for space in continuation.spaces.values() for page in space.pages)
+
+    def _pace(self) -> Arguments:
+        """Whether the call waits for its copies, and how often later questions find that they have not run."""
+        return {"wait": self.rng.random() < 0.3, "asks": self.rng.choice((0, 2, 10, 30))}
 
     # ---- continuations ----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ stable while they are mapped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -155,6 +155,51 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """The part of an activation in one pool, as it is when the activation is granted.
+
+    Attributes:
+        kept: pages of the source that become members.
+        tail: the page of the source whose columns are copied, or None.
+        is_taken: the tail goes to the Host, and its page group to the sequence.  (C10.8)
+        page_groups: that nobody else may reserve from now on.
+    """
+
+    entitlement: int
+    full: int
+    frontier: int
+    kept: list[Page]
+    tail: Page | None
+    is_taken: bool
+    page_groups: int
+
+
+@dataclass(eq=False)
+class CopyModel:
+    """A demotion, or an activation that is restoring, from its grant until its copies have run.  (C7.4, C10.10)
+
+    Attributes:
+        name: of the event, and so of the sequence.
+        pinned: per pool, pages that nobody may release, cut, move or demote.
+        records: per pool, records that are claimed and that no page has yet.
+        source: the continuation of a demotion, which stays as it is until then.
+        demoted: of a demotion: per pool, its pages and their columns.
+        target, row, claims: of an activation.
+        is_aborting: everything is given back at the end.
+    """
+
+    name: int
+    pinned: dict[str, list[Page]]
+    records: dict[str, int]
+    source: ContinuationModel | None = None
+    demoted: dict[str, list[tuple[Page, int]]] = field(default_factory=dict)
+    target: Target | None = None
+    row: int = -1
+    claims: dict[str, Claim] = field(default_factory=dict)
+    is_aborting: bool = False
+
+
+@dataclass(frozen=True)
 class RightRefusal:
     """A right refusal; `needed` or `available` is None where any number is right."""
 
@@ -187,6 +232,7 @@ class LedgerModel:
         self.sequences: list[SequenceModel] = []
         self.continuations: list[ContinuationModel] = []
         self.units: list[UnitModel] = []
+        self.copies: list[CopyModel] = []
         self.retired: dict[str, set[int]] = {
             f"{pool}.{what}": set() for pool in pools for what in ("lease", "identity", "content")
         }
@@ -223,13 +269,100 @@ class LedgerModel:
         return len({id(page) for space in self.spaces(pool) for page in space.pages if page.is_on_device})
 
     def reserved(self, pool: str) -> int:
-        """Return the pages that active spaces may still map."""
+        """Return the pages that active spaces may still map, and those that restoring sequences have claimed."""
         spaces = [sequence.spaces[pool] for sequence in self.active]
-        return sum(space.entitlement - len(space.pages) for space in spaces)
+        claimed = sum(copy.claims[pool].page_groups for copy in self.restoring)
+        return sum(space.entitlement - len(space.pages) for space in spaces) + claimed
 
     def available(self, pool: str) -> int:
         """Return the pages that anyone may still reserve."""
         return self.pools[pool].capacity - self.allocated(pool) - self.reserved(pool)
+
+    # ---- copies that may still run ----------------------------------------------------------------
+
+    @property
+    def restoring(self) -> list[CopyModel]:
+        """Activations that wait for their copies."""
+        return [copy for copy in self.copies if copy.target is not None]
+
+    @property
+    def rows(self) -> list[int]:
+        """Leased rows, those of restoring sequences too."""
+        return [sequence.row for sequence in self.active] + [copy.row for copy in self.restoring]
+
+    def pins(self, page: Page, pool: str) -> int:
+        """Return how many copies in flight need that a page stays as it is.  (C7.4)"""
+        return sum(copy.pinned[pool].count(page) for copy in self.copies)
+
+    def claims(self, target: Target) -> dict[str, Claim]:
+        """Return the part of an activation in each pool; it must fit."""
+        claims, full, taken = {}, self.full_entitlements(target), self.taken_tails(target)
+        for pool, entitlement in self.entitlements(target).items():
+            frontier, inherited = self.frontiers(target)[pool], self.inherited_pages(target, pool)
+            old = [] if target.source is None else target.source.spaces[pool].pages
+            tail = old[inherited] if inherited * pk.PAGE_TOKENS < frontier else None
+            page_groups = self._claim(target, pool, entitlement) - (pool in taken)
+            claims[pool] = Claim(entitlement, full[pool], frontier, old[:inherited], tail, pool in taken,
+                                 min(page_groups, self.available(pool)))  # fmt: skip
+        return claims
+
+    def backups(self, target: Target) -> list[str]:
+        """Return the pools whose tail is taken and has no Host replica that covers it.  (C10.8)"""
+        assert target.source is not None or not self.taken_tails(target), "only a Fork takes a tail"
+        return [pool for pool, page in self.taken_tails(target).items()
+                if (page.host or 0) < self._columns(target.source, pool, page)]  # fmt: skip
+
+    def needs_copies(self, target: Target) -> bool:
+        """Return whether an activation copies pages from or to the Host."""
+        claims = self.claims(target).values()
+        sources = [page for claim in claims for page in (*claim.kept, claim.tail) if page is not None]
+        return bool(self.backups(target)) or not all(page.is_on_device for page in sources)
+
+    def begin_demotion(self, name: int, continuation: ContinuationModel) -> None:
+        """Claim the records of a demotion, and hold its pages."""
+        demoted = {pool: self.idle_pages(continuation, pool) for pool in self.pools}
+        records = {pool: sum((page.host or 0) < count for page, count in pages) for pool, pages in demoted.items()}
+        pinned = {pool: [page for page, _ in pages] for pool, pages in demoted.items()}
+        self.copies.append(CopyModel(name, pinned, records, continuation, demoted))
+
+    def begin_restore(self, name: int, target: Target, row: int) -> None:
+        """Claim everything that an activation needs, and hold the pages of its source.  (C10.2, C10.3)
+
+        Kept pages of a pool whose records are larger than the arena never leave the Device, so nobody holds them.
+        """
+        assert row not in self.rows, f"row {row} is leased twice"
+        claims, backups = self.claims(target), self.backups(target)
+        pinned = {}
+        for pool, claim in claims.items():
+            pinned[pool] = list(claim.kept) if self.pools[pool].record_bytes <= self.host_bytes else []
+            if claim.tail is not None:
+                pinned[pool].append(claim.tail)
+        records = {pool: int(pool in backups) for pool in self.pools}
+        self.copies.append(CopyModel(name, pinned, records, target=target, row=row, claims=claims))
+
+    def end_copies(self, copy: CopyModel) -> SequenceModel | None:
+        """Publish what was copied, or give every claim back; return the sequence that is active now, or None."""
+        self.copies.remove(copy)
+        if copy.is_aborting:
+            return None
+        if copy.target is not None:
+            return self.activate(copy.name, copy.target, copy.row, copy.claims)
+        for pool, pages in copy.demoted.items():
+            self._demote(pages, pool)
+        return None
+
+    def claim_errors(self, continuation: ContinuationModel) -> set[str]:
+        """Errors of a change of a continuation: it has ended, or somebody is activating from it.  (C10.2)"""
+        is_claimed = any(copy.target.source is continuation for copy in self.restoring if copy.target)
+        return self.stale_errors([continuation]) | ({"MisuseError"} if is_claimed else set())
+
+    def is_demoting(self, continuation: ContinuationModel | None) -> bool:
+        """Return whether pages of a continuation are on their way to the Host: it holds them until then.  (C7.4)"""
+        return any(copy.source is continuation for copy in self.copies if copy.source)
+
+    def cut_errors(self, continuation: ContinuationModel) -> set[str]:
+        """Errors of letting pages of a continuation go.  (C7.4, C10.2)"""
+        return self.claim_errors(continuation) | ({"MisuseError"} if self.is_demoting(continuation) else set())
 
     # ---- the Host tier ----------------------------------------------------------------------------
 
@@ -238,20 +371,25 @@ class LedgerModel:
         used = 0
         for pool, shape in self.pools.items():
             pages = {id(page): page for space in self.spaces(pool) for page in space.pages}
-            used += sum(page.host is not None for page in pages.values()) * shape.record_bytes
+            records = sum(page.host is not None for page in pages.values())
+            used += (records + sum(copy.records[pool] for copy in self.copies)) * shape.record_bytes
         return self.host_bytes - used
 
     def idle_pages(self, continuation: ContinuationModel, pool: str) -> list[tuple[Page, int]]:
-        """Return the pages of a continuation on the Device that no active space holds, and their columns.  (C7.7)"""
+        """Return the pages of a continuation on the Device that nobody uses, and their columns.  (C7.7)
+
+        Active spaces use pages, and copies in flight.
+        """
         space = continuation.spaces[pool]
         in_use = {id(page) for sequence in self.active for page in sequence.spaces[pool].pages}
+        in_use |= {id(page) for copy in self.copies for page in copy.pinned[pool]}
         columns = [min(space.frontier - block * pk.PAGE_TOKENS, pk.PAGE_TOKENS) for block in range(len(space.pages))]
         pairs = zip(space.pages, columns, strict=True)
         return [(page, count) for page, count in pairs if page.is_on_device and id(page) not in in_use]
 
     def demote_errors(self, continuation: ContinuationModel) -> set[str]:
         """Errors of a demotion: a stale handle, or a store without an arena.  (C5.7, C7.4)"""
-        return self.stale_errors([continuation]) or (set() if self.host_bytes else {"MisuseError"})
+        return self.claim_errors(continuation) or (set() if self.host_bytes else {"MisuseError"})
 
     def demote_refusals(self, continuation: ContinuationModel) -> tuple[list[RightRefusal], bool]:
         """Return every right refusal of a demotion, and whether it must be refused.  (C8.2)"""
@@ -268,13 +406,18 @@ class LedgerModel:
 
     def demote(self, continuation: ContinuationModel) -> int:
         """Give idle pages a Host replica, and take the Device replica from them; return how many.  (C7.4)"""
-        pages = 0
-        for pool in self.pools:
-            for page, count in self.idle_pages(continuation, pool):
-                page.host = max(page.host or 0, count)
+        return sum(self._demote(self.idle_pages(continuation, pool), pool) for pool in self.pools)
+
+    def _demote(self, pages: list[tuple[Page, int]], pool: str) -> int:
+        """Publish Host replicas; pages that nobody has begun to use leave the Device.  Return how many."""
+        in_use = {id(page) for sequence in self.active for page in sequence.spaces[pool].pages}
+        left = 0
+        for page, count in pages:
+            page.host = max(page.host or 0, count)
+            if id(page) not in in_use and not self.pins(page, pool):
                 self._leave_device(page, pool)
-                pages += 1
-        return pages
+                left += 1
+        return left
 
     def drop_device(self, continuation: ContinuationModel) -> int:
         """Take the Device replica from idle pages whose Host replica covers them; return how many.  (C7.7)"""
@@ -325,6 +468,12 @@ class LedgerModel:
         own = [] if target.source is None else target.source.spaces[pool].pages[:inherited]
         return pages - inherited + sum(not page.is_on_device for page in own)
 
+    def _columns(self, continuation: ContinuationModel | None, pool: str, page: Page) -> int:
+        """Return the committed columns of a page of a continuation."""
+        assert continuation is not None, "no continuation has the page"
+        space = continuation.spaces[pool]
+        return min(space.frontier - space.pages.index(page) * pk.PAGE_TOKENS, pk.PAGE_TOKENS)
+
     def _leave_device(self, page: Page, pool: str) -> None:
         assert page.lease is not None, "a page was demoted before it was observed"
         self.retired[f"{pool}.lease"].add(page.lease)
@@ -343,6 +492,9 @@ class LedgerModel:
             return set() if target.frontier is None and target.keeps else {"MisuseError"}
         if not source.is_live:
             return {"StaleHandle"}
+        others = [copy.target for copy in self.restoring if copy.target and copy.target.source is source]
+        if others and not (target.keeps and all(other.keeps for other in others)):
+            return {"MisuseError"}
         frontiers = self.frontiers(target)
         if source.state is None or frontiers.keys() != self.pools.keys():
             return {"MisuseError"}
@@ -395,10 +547,13 @@ class LedgerModel:
             ceiling = pages_of(self.max_context)
             return [RightRefusal("main", pages_of(total), ceiling, "context", forever=True)], True
         refusals, is_sure = [], False
-        if len(self.active) == self.max_concurrency:
+        if len(self.rows) == self.max_concurrency:
             refusals.append(RightRefusal("rows", 1, 0, "rows"))
             is_sure = True
         taken = self.taken_tails(target)
+        for pool, busy in self.busy_pages(target).items():
+            refusals.append(RightRefusal(pool, busy, 0, "copying"))
+            is_sure = True
         for pool, pages in self.entitlements(target).items():
             inherited, available, returned = self.inherited_pages(target, pool), self.available(pool), 0
             claim = self._claim(target, pool, pages) - (pool in taken)
@@ -410,7 +565,7 @@ class LedgerModel:
             if claim > available or first > available:
                 refusals.append(RightRefusal(pool, None if returned else max(claim, first), available, "pages"))
                 is_sure = is_sure or claim > available + returned or first > available
-        backups = [pool for pool, page in taken.items() if page.host is None]
+        backups = self.backups(target)
         if sum(self.pools[pool].record_bytes for pool in backups) > self.host_bytes_free():
             refusals += [RightRefusal(pool, 1, None, "host", forever=self.host_bytes < self.pools[pool].record_bytes)
                          for pool in backups]  # fmt: skip
@@ -419,29 +574,49 @@ class LedgerModel:
             refusals += [RightRefusal(pool, 1, None, "host") for pool in backups]
         return refusals, is_sure
 
-    def activate(self, name: int, target: Target, row: int) -> SequenceModel:
-        """Add the sequence, in the row that the store chose."""
+    def move_fits(self, target: Target, answer: bool) -> bool:
+        """Return whether a refused Fork would be honoured as a Move; `answer` where either is right.  (C10.9)"""
+        moved = replace(target, keeps=False, demotes=False)
+        if target.source is None or not target.keeps or self.target_errors(moved):
+            return False
+        refusals, is_sure = self.refusals(moved)
+        return not refusals if is_sure or not refusals else answer
+
+    def busy_pages(self, target: Target) -> dict[str, int]:
+        """Return, per pool, pages that an activation needs and that another copy holds; only pools with some.  (C7.4)
+
+        A page on the Host that another activation restores, and the pages of a moved source that is being demoted.
+        """
+        busy: dict[str, int] = {}
+        for pool in self.pools if target.source is not None and self.copies else ():
+            assert target.source is not None, "it has a source"
+            inherited = self.inherited_pages(target, pool)
+            for block, page in enumerate(target.source.spaces[pool].pages):
+                is_restored = block < inherited and not page.is_on_device
+                is_moved = not target.keeps and self.is_demoting(target.source)
+                if self.pins(page, pool) and (is_restored or is_moved):
+                    busy[pool] = busy.get(pool, 0) + 1
+        return busy
+
+    def activate(self, name: int, target: Target, row: int, claims: Mapping[str, Claim]) -> SequenceModel:
+        """Add the sequence, in the row that the store chose; `claims` are of the moment when it was granted."""
         assert 0 <= row < self.max_concurrency, f"row {row} of {self.max_concurrency}"
-        assert row not in [sequence.row for sequence in self.active], f"row {row} is leased twice"
+        assert row not in self.rows, f"row {row} is leased twice"
         spaces: dict[str, Space] = {}
         left: list[tuple[str, Page]] = []  # pages that a moved source loses
-        full, taken = self.full_entitlements(target), self.taken_tails(target)
-        for pool, entitlement in self.entitlements(target).items():
-            spaces[pool] = space = Space(entitlement, frontier=self.frontiers(target)[pool], full=full[pool])
+        for pool, claim in claims.items():
+            spaces[pool] = space = Space(claim.entitlement, list(claim.kept), claim.frontier, full=claim.full)
             if target.source is None:
                 continue
             old = target.source.spaces[pool]
-            inherited = self.inherited_pages(target, pool)
-            space.pages = old.pages[:inherited]
             for page in space.pages:
                 if not page.is_on_device:
                     page.is_on_device, page.page_id, page.lease = True, None, None
-            if inherited * pk.PAGE_TOKENS < space.frontier:
-                space.pages.append(Page.new(old.pages[inherited].tags))
-                if pool in taken:
-                    tail = taken[pool]
-                    tail.host = tail.host or min(old.frontier - inherited * pk.PAGE_TOKENS, pk.PAGE_TOKENS)
-                    self._leave_device(tail, pool)
+            if claim.tail is not None:
+                space.pages.append(Page.new(claim.tail.tags))
+                if claim.is_taken:
+                    claim.tail.host = max(claim.tail.host or 0, self._columns(target.source, pool, claim.tail))
+                    self._leave_device(claim.tail, pool)
             elif space.frontier % pk.PAGE_TOKENS and space.frontier < old.frontier:
                 self._renew_content(space.pages[-1], pool, 0)  # moved, and cut inside (C7.6)
             left += [(pool, page) for page in old.pages]
@@ -477,7 +652,7 @@ class LedgerModel:
 
     def attach_errors(self, continuation: ContinuationModel, state: object, frontier: Frontier) -> set[str]:
         """Errors of attaching a state to a continuation."""
-        return self.stale_errors([continuation]) | self.state_errors(continuation, state, frontier)
+        return self.claim_errors(continuation) | self.state_errors(continuation, state, frontier)
 
     def state_errors(self, holder: Holder, state: object, frontier: Frontier) -> set[str]:
         """Errors of a state: none at all, or a pool that is behind the frontier the state belongs to.  (C2.2, C9.8)"""
@@ -535,7 +710,7 @@ class LedgerModel:
 
     def protect_errors(self, continuation: ContinuationModel, pool: str, tokens: int) -> set[str]:
         """Errors of setting a protected frontier.  (C7.8)"""
-        errors = self.stale_errors([continuation])
+        errors = self.claim_errors(continuation)
         if pool not in self.pools or not 0 <= tokens <= continuation.spaces[pool].frontier:
             errors.add("MisuseError")
         return errors
@@ -705,7 +880,7 @@ class LedgerModel:
 
     def truncate_errors(self, holder: Holder, pool: str, tokens: int) -> set[str]:
         """Errors of a truncate: stale, in flight, another pool, beyond [protected, frontier], inside a shared page."""
-        errors = self.boundary_errors([holder]) if isinstance(holder, SequenceModel) else self.stale_errors([holder])
+        errors = self.boundary_errors([holder]) if isinstance(holder, SequenceModel) else self.cut_errors(holder)
         space = holder.spaces.get(pool)
         if space is None or not space.protected <= tokens <= space.frontier:
             errors.add("MisuseError")

@@ -27,6 +27,7 @@ from pagedkv.tools.fuzz.faulty_device import FaultyDevice, InjectedFault
 from pagedkv.tools.fuzz.latched_store import require_latched
 from pagedkv.tools.fuzz.ledger_model import (
     ContinuationModel,
+    CopyModel,
     Counts,
     GrowthShape,
     LedgerModel,
@@ -48,7 +49,7 @@ BatchPair = tuple[list[SequenceModel], pk.Batch]
 CHECK_EVERY = 16
 BYTES_EVERY = 4
 
-MOVES_BYTES = frozenset({"activate", "snapshot", "truncate", "release", "finish", "demote"})
+MOVES_BYTES = frozenset({"activate", "snapshot", "truncate", "release", "finish", "demote", "poll"})
 """Kinds after which bytes are read at once; after every other kind they are read every `BYTES_EVERY` events."""
 
 PUBLISHES = frozenset({"begin", "ensure"})
@@ -69,11 +70,13 @@ class Walk:
         is_over: a change of tables broke off, so the store was latched and is closed; later events do nothing.
         counts: how often each kind of event, error and refusal happened.
         sequences, continuations, units, batches: by the number of their event, what the model and the store returned.
+        restoring: by the number of their event, sequences that are restoring.
     """
 
     def __init__(self, shape: WalkShape, device: FaultyDevice, journal: TextIO | None = None) -> None:
         config = shape.config()
         self.device = device
+        device.asks, device.is_still = 0, False
         self.store = pk.open_store(config, cast("pk.Device", device), journal=journal)
         self.model = LedgerModel(
             {pool.name: PoolShape(pool.pages, pool.lead_tokens, pool.record_bytes) for pool in config.pools},
@@ -87,6 +90,7 @@ class Walk:
         self.continuations: dict[int, ContinuationPair] = {}
         self.units: dict[int, UnitPair] = {}
         self.batches: dict[int, BatchPair] = {}
+        self.restoring: dict[int, pk.Sequence] = {}
         self.counts: Counter[str] = Counter()
         self._event = Event(0, "", {})
         # The inspection of the store, None after a call that may have changed it; the inspection that was compared
@@ -126,6 +130,8 @@ class Walk:
         getattr(self, f"_{event.kind}")(**arguments)
         if self.is_over:
             return True
+        self.device.is_still = False
+        self._follow_copies()
         self.compare_ledgers()
         if event.kind in MOVES_BYTES or event.number % BYTES_EVERY == 0:
             self.compare_bytes()
@@ -139,7 +145,7 @@ class Walk:
         arguments = {name: value for name, value in event.arguments.items() if name != "fail_at"}
         tables: dict[str, Mapping[int, object]] = {
             "sequence": self.sequences, "continuation": self.continuations, "source": self.continuations,
-            "unit": self.units, "batch": self.batches,
+            "unit": self.units, "batch": self.batches, "restoring": self.restoring,
         }  # fmt: skip
         if arguments.get("state") == FOLLOWS:
             arguments["state"] = pk.STATE_FOLLOWS
@@ -163,6 +169,9 @@ class Walk:
         if inspection is not self._compared:
             self._holdings = compare(self.model, inspection)
             self._compared = inspection
+            if self.model.host_bytes:
+                require_same("free bytes of the arena", self.model.host_bytes_free(),
+                             self.store.host_summary()["free_bytes"])  # fmt: skip
 
     def compare_bytes(self) -> None:
         """Require that device tables name the pages, and that each committed column shows its tag.  (S86)"""
@@ -210,6 +219,7 @@ class Walk:
         """End every unit, sequence and continuation; then every page is available again.  A walk that is over ends."""
         if self.is_over:
             return
+        self._finish_copies()
         self.compare_ledgers()
         self.compare_bytes()
         for unit, submission in self.units.values():
@@ -239,8 +249,9 @@ class Walk:
 
     def _activate(
         self, prompt: int, output: int, source: ContinuationPair | None = None, frontier: Any = None,
-        keeps: bool = True, demotes: bool = False, wait: bool = True, ends: str = "poll",
+        keeps: bool = True, demotes: bool = False, wait: bool = True, asks: int = 0,
     ) -> None:  # fmt: skip
+        self._end_earlier_copies(asks)
         model, handle = source or (None, None)
         target = Target(prompt, output, model, frontier, keeps, demotes)
         arguments: dict[str, Any] = {"prompt_tokens": prompt, "output_tokens": output, "source": handle,
@@ -251,55 +262,51 @@ class Walk:
             self.call(errors, lambda: self.store.try_activate(**arguments), before=before)
             return
         self._require_unchanged(before)
+        if isinstance(explained, pk.Refusal):
+            require_same("a Move fits", self.model.move_fits(target, explained.move_fits), explained.move_fits)
         refusals, is_sure = self.model.refusals(target)
-        answer = self._try(lambda: self.store.try_activate(**arguments, wait=wait), before)
-        if isinstance(answer, pk.Sequence) and self.store.is_restoring(answer):
-            if ends == "abort":
-                assert not is_sure, f"granted, model {refusals}"
-                self._abort_restore(answer, before)
-                return
-            self._poll(answer)
+        may_wait = wait and any(refusal.reason == "copying" for refusal in refusals)
+        if may_wait:  # then all that is in flight ends at once, in order
+            self.device.asks = 0
+        answer = self._try(lambda: self.store.try_activate(**arguments, wait=wait), None if may_wait else before)
+        if may_wait:  # the refusal may have been another one, before the store looked at the pages
+            self._follow_copies()
+            refusals, is_sure = self.model.refusals(target)
+            explained = self._explain(arguments) if isinstance(answer, pk.Refusal) else explained
+            self.counts["waits for other copies"] += not self.model.copies
         if isinstance(answer, pk.Refusal):
             require_same("explained and answered", explained, answer)
         if not self._is_granted(answer, refusals):
             return
         assert isinstance(answer, pk.Sequence), answer
         assert not is_sure, f"granted, model {refusals}"
-        assert isinstance(explained, pk.ActivationPlan), f"explained {explained}, granted"
-        require_same("entitlement", self.model.entitlements(target), dict(explained.entitlement_pages))
-        require_same("row", explained.row, answer.row)
+        if not may_wait:
+            assert isinstance(explained, pk.ActivationPlan), f"explained {explained}, granted"
+            require_same("entitlement", self.model.entitlements(target), dict(explained.entitlement_pages))
+            require_same("row", explained.row, answer.row)
         number = self._event.number
-        self.sequences[number] = self.model.activate(number, target, answer.row), answer
         self.counts["fresh" if source is None else "forks" if keeps else "moves"] += 1
-
-    def _poll(self, sequence: pk.Sequence) -> None:
-        """End a restore; until then the sequence is refused everywhere."""
+        self.counts["staged forks"] += bool(self.model.taken_tails(target))
+        needs_copies = self.model.needs_copies(target)
+        require_same("is restoring", needs_copies and not wait, self.store.is_restoring(answer))
+        if not needs_copies or wait:
+            claims = self.model.claims(target)
+            self.sequences[number] = self.model.activate(number, target, answer.row, claims), answer
+            self.counts["restores"] += needs_copies
+            return
         self.counts["restores beside other work"] += 1
+        self.model.begin_restore(number, target, answer.row)
+        self.restoring[number] = answer
         for use in (self.store.finish, self.store.committed_tokens, self.store.budget_tokens):
-            try:
-                use(sequence)
-            except pk.MisuseError:
-                continue
-            raise AssertionError(f"{use.__name__} took a restoring sequence")
-        self.store.check()
-        while self.store.poll_copies():
-            pass
-
-    def _abort_restore(self, sequence: pk.Sequence, before: pk.StoreInspection) -> None:
-        """Abort a restore: everything is as before.  (C10.2, S26 to S28)"""
-        self.counts["aborted restores"] += 1
-        self.store.abort(sequence)
-        self.store.abort(sequence) if self.store.poll_copies() else None
-        while self.store.poll_copies():
-            pass
-        self._require_unchanged(before)
+            self.call({"MisuseError"}, lambda use=use: use(answer))  # type: ignore[misc]
 
     # ---- events: the Host tier --------------------------------------------------------------------
 
-    def _demote(self, continuation: ContinuationPair, wait: bool) -> None:
+    def _demote(self, continuation: ContinuationPair, wait: bool, asks: int) -> None:
+        self._end_earlier_copies(asks)
         model, handle = continuation
         errors, before = self.model.demote_errors(model), self._inspect()
-        if not errors:
+        if model.is_live:
             for pool, plan in self.store.explain_release(handle).items():
                 require_same(f"release plan of {pool}", self.model.release_plan(model, pool), tuple(plan))
             self._require_unchanged(before)
@@ -309,18 +316,91 @@ class Walk:
         if not self._is_granted(answer, refusals):
             return
         assert not is_sure, f"granted, model {refusals}"
-        while self.store.poll_copies():
-            pass
-        require_same("demoted pages", self.model.demote(model), answer)
+        self.model.begin_demotion(self._event.number, model)
+        demotion = self.model.copies[-1]
+        require_same("demoted pages", sum(map(len, demotion.demoted.values())), answer)
         self.counts["demoted pages"] += cast("int", answer)
+        if wait or not any(demotion.records.values()):
+            self.model.end_copies(demotion)
+        else:
+            self.counts["demotions beside other work"] += 1
 
     def _drop(self, continuation: ContinuationPair, replica: str) -> None:
         model, handle = continuation
         call = {"device": self.store.drop_device, "host": self.store.drop_host}[replica]
-        answer = self.call(self.model.stale_errors([model]), lambda: call(handle))
+        answer = self.call(self.model.claim_errors(model), lambda: call(handle))
         if answer is not REFUSED:
             follow = {"device": self.model.drop_device, "host": self.model.drop_host}[replica]
             require_same(f"dropped on the {replica}", follow(model), answer)
+            self.counts[f"dropped on the {replica}"] += cast("int", answer) > 0
+
+    def _poll(self, is_last: bool) -> None:
+        if is_last:
+            self._finish_copies()
+            return
+        is_in_flight = self._poll_store()
+        require_same("copies in flight", bool(self.model.copies), is_in_flight)
+
+    def _give_up(self, restoring: pk.Sequence) -> None:
+        copy = next((one for one in self.model.restoring if one.name == self._event.arguments["restoring"]), None)
+        if copy is None:  # published or given up
+            return
+        self._inspection = None
+        copy.is_aborting = True
+        require_same("whether the sequence ended", False, self.store.abort(restoring))
+        self.counts["aborted restores"] += 1
+
+    def _end_earlier_copies(self, asks: int) -> None:
+        """End copies that have run ahead of a call that does so too: what it changes is compared with what was before.
+
+        Where a copy of the call is to fail, no other is in flight: which one fails would not be known.
+        """
+        if "fail_at" in self._event.arguments:
+            self._finish_copies()
+        elif self.model.copies:
+            self._poll(is_last=False)
+        self.device.asks, self.device.is_still = asks, True
+
+    def _finish_copies(self) -> None:
+        while self._poll_store():
+            pass
+        require_same("copies in flight", [], self.model.copies)
+
+    def _poll_store(self) -> bool:
+        self._inspection = None
+        is_in_flight = self.store.poll_copies()
+        self._follow_copies()
+        return is_in_flight
+
+    def _follow_copies(self) -> None:
+        """Let the model end the copies that the store has ended, in the order of their begin."""
+        if not self.model.copies:
+            return
+        is_restoring = {id(copy): self._is_restoring(copy) for copy in self.model.restoring}
+        running = [copy for copy in self.model.restoring if is_restoring[id(copy)]]
+        ended = [copy for copy in self.model.copies
+                 if not (copy in running if copy.target else self._is_demoting(copy, running))]  # fmt: skip
+        for copy in ended:
+            self._inspection = None
+            sequence = self.model.end_copies(copy)
+            handle = self.restoring.pop(copy.name, None)
+            if sequence is not None and handle is not None:
+                self.sequences[copy.name] = sequence, handle
+
+    def _is_restoring(self, copy: CopyModel) -> bool:
+        """Ask the store about a sequence; the handle of one that was given up is stale."""
+        try:
+            return self.store.is_restoring(self.restoring[copy.name])
+        except pk.StaleHandle:
+            if copy.is_aborting:
+                return False
+            raise
+
+    def _is_demoting(self, copy: CopyModel, running: list[CopyModel]) -> bool:
+        """Return whether a demotion still holds its pages, beside restores."""
+        pool, page = next((pool, pages[0]) for pool, pages in copy.pinned.items() if pages)
+        pins = int(self._inspect().pools[pool].pins[page.logical])
+        return pins > sum(other.pinned[pool].count(page) for other in running)
 
     def _explain(self, arguments: Mapping[str, Any]) -> pk.ActivationPlan | pk.Refusal:
         target = pk.ActivationTarget(**arguments)
@@ -372,8 +452,9 @@ class Walk:
             self.counts["retained"] += 1
 
     def _release(self, continuation: ContinuationPair) -> None:
+        self._end_earlier_copies(self.device.asks)
         model, handle = continuation
-        if self.call(self.model.stale_errors([model]), lambda: self.store.release(handle)) is not REFUSED:
+        if self.call(self.model.cut_errors(model), lambda: self.store.release(handle)) is not REFUSED:
             self.model.release(model)
 
     def _protect(self, continuation: ContinuationPair, pool: str, tokens: int) -> None:
@@ -441,6 +522,8 @@ class Walk:
                     position += count
 
     def _commit(self, unit: UnitPair, accepted: dict[str, Counts] | None, form: int) -> None:
+        if self.store.sanitizer is not None and "fail_at" in self._event.arguments:
+            self._finish_copies()  # a publication of theirs could break off too, and latch the store
         model, handle = unit
         counts: dict[str, Counts] = dict(model.columns) if accepted is None else accepted
         argument = None if accepted is None else in_form(accepted, form)
@@ -518,6 +601,7 @@ class Walk:
             self.counts["aborts in flight"] += not answers[0]
 
     def _misuse(self, which: int, row: int) -> None:
+        self._end_earlier_copies(self.device.asks)
         sequence, continuation = pk.Sequence(0, row, 1), pk.Continuation(0, 1)  # handles of another store
         store = self.store
         calls: list[tuple[str, Callable[[], object]]] = [
@@ -576,7 +660,8 @@ class Walk:
         """Make a call, as `call` does, after which the store changes device tables, and let the model follow.
 
         Where a launch or copy of the call fails (`fail_at` of the event), the ledgers have changed and the tables have
-        not: the store must be latched, and the walk ends (C12.4).
+        not: the store must be latched, and the walk ends (C12.4).  But a commit that has ended may meet the failure in
+        the publication of a restore, and then this waits for the next call.
 
         Args:
             errors, call: as of `call`.
@@ -591,23 +676,30 @@ class Walk:
             if errors:
                 raise AssertionError(f"{fault}, model {sorted(errors)} before anything is published") from fault
             follow(None)
+            if self._event.kind == "commit" and self.model.copies and self.store.evidence is None:
+                self.counts["restores that a commit could not publish"] += 1  # it has ended; the next call tries again
+                return None
             self.is_over = True
             self.counts["broken publications" if self._event.kind in PUBLISHES else "broken withdrawals"] += 1
             require_latched(self.store, self.model)
             return None
         return None if isinstance(answer, Refused) else (answer, follow(answer))
 
-    def _try(self, call: Callable[[], T], before: pk.StoreInspection) -> T | Refused:
-        """Make a call that may answer with a refusal, or in which a launch or copy fails: then nothing changes."""
+    def _try(self, call: Callable[[], T], before: pk.StoreInspection | None) -> T | Refused:
+        """Make a call that may answer with a refusal, or in which a launch or copy fails: then nothing changes.
+
+        Without `before` the call may have ended copies first.
+        """
         self._inspection = None
         try:
             answer = self._with_fault(call)
         except InjectedFault:
             self.counts["faults"] += 1
+            assert before is not None, "copies may have ended too"
             self._require_unchanged(before)
             self.store.check()
             return REFUSED
-        if isinstance(answer, pk.Refusal):
+        if isinstance(answer, pk.Refusal) and before is not None:
             self._require_unchanged(before)
         return answer
 
