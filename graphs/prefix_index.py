@@ -19,10 +19,15 @@ images or an adapter, have different salts, and never match each other.
 The index holds handles and asks the store nothing.  The caller inserts a continuation whose state is complete, and
 removes it before it is released or moved.  A model without state of its own can go on at any frontier of a
 continuation; one with a state only where its state belongs: the caller says which (C2.2).
+
+After an interrupt the next call builds the tree anew from the entries and the parents of their nodes, which each write
+leaves right: `parent` and `edge` of a node change in one assignment.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -68,6 +73,7 @@ class _Entry:
     handle: Hashable
     node: _Node
     length: int
+    salt: Hashable
     frontiers: Frontiers
     used: int = 0
 
@@ -88,8 +94,9 @@ class PrefixIndex:
         )
         self.skipped = 0
         self._roots: dict[Hashable, _Node] = {}
-        self._entries: dict[Hashable, _Entry] = {}  # least recently used first
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # least recently used first
         self._uses = 0
+        self._is_changing = False  # stays set after an interrupt
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -129,10 +136,11 @@ class PrefixIndex:
         if len(self._entries) >= self.entries_max:
             self.skipped += 1
             return False
-        entry = _Entry(handle, self._node_at(ids, salt), ids.size, frontiers)
-        entry.node.ends.append(entry)
-        self._entries[handle] = entry
-        self._use(entry)
+        with self._change():
+            entry = _Entry(handle, self._node_at(ids, salt), ids.size, salt, frontiers)
+            entry.node.ends.append(entry)
+            self._entries[handle] = entry
+            self._use(entry)
         return True
 
     def match(self, tokens: Iterable[int], *, salt: Hashable = None) -> PrefixMatch | None:
@@ -142,6 +150,15 @@ class PrefixIndex:
         """
         ids = token_ids("a prompt", tokens)
         _require_hashable("salt", salt)
+        with self._change():
+            best, length = self._longest(ids, salt)
+            if best is None:
+                return None
+            self._use(best)
+        return PrefixMatch(best.handle, length, best.length == length)
+
+    def _longest(self, ids: Int32, salt: Hashable) -> tuple[_Entry | None, int]:
+        """Return the entry with the longest common prefix, and its tokens."""
         best, length, node = None, 0, self._roots.get(salt)
         at = 0
         while node is not None:
@@ -155,10 +172,7 @@ class PrefixIndex:
             if ended:
                 best, length = max(ended, key=lambda entry: entry.used), at
             node = node.children.get(int(ids[at])) if at < ids.size else None
-        if best is None:
-            return None
-        self._use(best)
-        return PrefixMatch(best.handle, length, best.length == length)
+        return best, length
 
     def remove(self, handle: Hashable) -> None:
         """Forget a continuation; it is never offered again.
@@ -167,23 +181,25 @@ class PrefixIndex:
             MisuseError: the handle is not in the index.
         """
         _require_hashable("a handle", handle)
-        entry = self._entries.pop(handle, None)
-        if entry is None:
+        if handle not in self._entries:
             raise pk.MisuseError("remove", expected="a handle in the index", got=pk.checks.shown(handle),
                                  remedy="remove each handle once", clause="C2.2")
-        node: _Node | None = entry.node
-        assert node is not None, "an entry has a node"
-        node.ends.remove(entry)
-        while node is not None:
-            parent = node.parent
-            if parent is not None and not node.ends and not node.children:
-                del parent.children[int(node.edge[0])]
-            elif node.latest is entry:
-                node.latest = _latest_of(node)
-            if parent is not None and len(node.children) == 1 and not node.ends:
-                _join(node)
-            node = parent
-        self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+        with self._change():
+            entry = self._entries.pop(handle)
+            node: _Node | None = entry.node
+            assert node is not None, "an entry has a node"
+            node.ends.remove(entry)
+            while node is not None:
+                parent = node.parent
+                if parent is not None and not node.ends and not node.children:
+                    del parent.children[int(node.edge[0])]
+                elif node.latest is entry:
+                    node.latest = _latest_of(node)
+                if parent is not None and len(node.children) == 1 and not node.ends:
+                    _join(node)
+                elif parent is None and not node.children:
+                    del self._roots[entry.salt]
+                node = parent
 
     def touch(self, handle: Hashable) -> None:
         """Count a continuation as used now; MisuseError if it is not in the index."""
@@ -192,13 +208,16 @@ class PrefixIndex:
         if entry is None:
             raise pk.MisuseError("touch", expected="a handle in the index", got=pk.checks.shown(handle),
                                  remedy="insert it first", clause="C2.2")
-        self._use(entry)
+        with self._change():
+            self._use(entry)
 
     def covered(self, handle: Hashable) -> list[Hashable]:
         """Return the continuations whose whole text is a shorter prefix of this one's: it offers all that they do.
 
         Continuations that resume at their end only are not covered, and cover nothing.
         """
+        if self._is_changing:
+            self._mend()
         entry = self._entries[handle]
         found: list[Hashable] = []
         node: _Node | None = entry.node if entry.frontiers == "any" else None
@@ -209,11 +228,49 @@ class PrefixIndex:
 
     # ---- helpers ----------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        """Mark the tree as changing inside the block; mend one that an interrupted call left so."""
+        if self._is_changing:
+            self._mend()
+        self._is_changing = True
+        yield
+        self._is_changing = False
+
+    def _mend(self) -> None:
+        """Build the tree anew from the entries, in the order of their use.  Work grows with the nodes."""
+        nodes: dict[_Node, None] = {}
+        roots: dict[Hashable, _Node] = {}
+        for entry in self._entries.values():
+            node = entry.node
+            while node not in nodes:
+                nodes[node] = None
+                if node.parent is None:
+                    roots[entry.salt] = node
+                    break
+                node = node.parent
+        for node in nodes:
+            node.children, node.ends, node.latest = {}, [], None
+        for node in nodes:
+            if node.parent is not None:
+                node.parent.children[int(node.edge[0])] = node
+        self._roots = roots
+        for entry in self._entries.values():
+            entry.node.ends.append(entry)
+            self._note_use(entry)
+        for node in nodes:
+            if node.parent is not None and len(node.children) == 1 and not node.ends:
+                _join(node)
+        self._is_changing = False
+
     def _use(self, entry: _Entry) -> None:
         """Move an entry behind all others, and let every node on its way know."""
+        self._entries.move_to_end(entry.handle)
+        self._note_use(entry)
+
+    def _note_use(self, entry: _Entry) -> None:
         self._uses += 1
         entry.used = self._uses
-        self._entries[entry.handle] = self._entries.pop(entry.handle)
         node: _Node | None = entry.node if entry.frontiers == "any" else None
         while node is not None:
             node.latest = entry
@@ -258,8 +315,7 @@ def _join(node: _Node) -> None:
     """Take a node without entries out of the tree: its edge goes to its only child."""
     assert node.parent is not None, "a root has no edge"
     (child,) = node.children.values()
-    child.edge = np.concatenate((node.edge, child.edge))
-    child.parent = node.parent
+    child.parent, child.edge = node.parent, np.concatenate((node.edge, child.edge))
     node.parent.children[int(node.edge[0])] = child
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import pagedkv as pk
 from pagedkv.graphs import PrefixIndex, PrefixMatch
 from pagedkv.graphs import prefix_index as module
+from tests.hostile.interrupt import Interrupt
 from tests.hostile.values import hostile_values
 
 
@@ -167,6 +169,71 @@ def test_a_full_index_skips_and_counts() -> None:
     index = PrefixIndex(entries_max=1)
     taken = [index.insert([number], number) for number in range(7)]
     assert (taken, index.skipped, len(index)) == ([True, *[False] * 6], 6, 1)
+
+
+TEXTS: dict[str, tuple[list[int], object]] = {
+    "a": ([5, 6, 5, 6, 7], None), "b": ([5, 6, 5, 6, 7, 8], None), "c": ([5, 6, 5, 6, 9], None), "d": ([2, 2], None),
+    "z": ([5, 6], "z"), "cuts": ([5, 6, 9], None), "within": ([5, 6], None), "elsewhere": ([5], "x"),
+}
+CALLS: dict[str, Callable[[PrefixIndex], object]] = {
+    **{f"insert {name}": lambda index, name=name: index.insert(TEXTS[name][0], name, salt=TEXTS[name][1])  # type: ignore[misc]
+       for name in ("cuts", "within", "elsewhere")},
+    "remove a leaf": lambda index: index.remove("b"), "remove and join": lambda index: index.remove("d"),
+    "remove a branch": lambda index: list(map(index.remove, "ca")), "remove the last": lambda index: index.remove("z"),
+    "touch": lambda index: index.touch("b"), "match": lambda index: index.match([5, 6, 5, 6, 7]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_call_is_done_or_not_begun(name: str) -> None:
+    """S37, S41: every line once; then matches are right for the handles that are left, and the tree is one again."""
+    index = staged()
+    with Interrupt(0, KeyboardInterrupt) as count:
+        CALLS[name](index)
+    for at in range(1, count.lines + 1):
+        index = staged()
+        with pytest.raises(KeyboardInterrupt, match=f"at line {at}:"), Interrupt(at, KeyboardInterrupt):
+            CALLS[name](index)
+        require_matches(index)
+        if set(index) == set("abcdz"):
+            CALLS[name](index)
+            require_matches(index)
+        for handle in index:
+            index.remove(handle)
+            require_matches(index)
+        assert not index._roots
+
+
+def staged() -> PrefixIndex:
+    """Return an index with some texts."""
+    index = PrefixIndex()
+    for handle in "abcdz":
+        index.insert(TEXTS[handle][0], handle, salt=TEXTS[handle][1])
+    return index
+
+
+def require_matches(index: PrefixIndex) -> None:
+    """Compare matches with those of a list, and look at the tree."""
+    slow = Slow()
+    slow.entries = [(handle, *TEXTS[handle], "any") for handle in index]  # type: ignore[index,misc]
+    for salt in (None, "z", "x"):
+        for text in ([5, 6, 5, 6, 5, 6, 7], [5, 6, 5, 6, 7, 8, 1], [5, 6, 5, 6, 9], [5, 6, 9], [5, 1], [2, 2], [9]):
+            assert index.match(text, salt=salt) == slow.match(text, salt), text
+    check(index)
+
+
+def test_a_removal_is_as_quick_with_many_salts() -> None:
+    """S83: an image a text; no call looks at the others."""
+    counts = []
+    for texts in (10, 1000):
+        index = PrefixIndex()
+        for number in range(texts):
+            index.insert([1, 2], number, salt=number)
+        with Interrupt(0, KeyboardInterrupt) as count:
+            index.remove(5)
+        counts.append(count.lines)
+
+    assert counts[0] == counts[1]
 
 
 def test_the_index_refuses_what_it_could_not_offer() -> None:
