@@ -8,6 +8,7 @@ from tests.mutants.mutant import BODY, GONE, Mutant, scene
 
 PACK = "kernel pack_pages"
 UNPACK = "kernel unpack_pages"
+ARENA_READ = "a host read of buffer"
 PLANE = r"'main\.0\.[kv]_code'"
 EGRESS = r"'egress host B=\d W=\d+'"
 MOVER = "transfer/mover.py"
@@ -22,7 +23,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "self._users.record(lane.before)", "lane.stream.record(lane.before)",
            scene("demote_behind_a_copied_tail", PACK, PLANE)),
     Mutant("C7.4", "completion is recorded before the copies", MOVER, "lane.stream.record(ticket.done)", GONE,
-           scene("write_behind_demotion", r"kernel (append_rows|pack_pages)", PLANE),
+           scene("write_behind_demotion", ARENA_READ, "host arena"),
            ((MOVER, "slot.last = ticket.done", "slot.last = ticket.done; lane.stream.record(slot.last)"),)),
     Mutant("C7.4", "the packing kernel runs on the users' stream", MOVER,
            "self._ops.pack_pages(table, ids, lane.staging, stream=lane.stream)",
@@ -49,10 +50,10 @@ MUTANTS: tuple[Mutant, ...] = (
            scene("decode_in_a_loop", r"copy of \d+ bytes from pageable host memory to 'main\.block_table'", "")),
     Mutant("C7.4", "copies count as done as soon as they are queued", MOVER,
            "return ticket.done.query()", "return True",
-           scene("write_behind_demotion", r"kernel (append_rows|pack_pages)", PLANE)),
+           scene("write_behind_demotion", ARENA_READ, "host arena")),
     Mutant("C7.4", "a demotion is published before its copies have run", "store/store.py:_end_copy",
            "if not self._copies.advance(job)", GONE,
-           scene("write_behind_demotion", r"kernel (append_rows|pack_pages)", PLANE)),
+           scene("write_behind_demotion", ARENA_READ, "host arena")),
     Mutant("C10.10", "an aborted restore gives its pages back before its copies have run", "store/store.py:_end_copy",
            "if not self._copies.advance(job)", GONE,
            scene("write_behind_aborted_restore", r"kernel (append_rows|unpack_pages)", PLANE)),

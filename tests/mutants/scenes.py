@@ -41,8 +41,8 @@ def deferred_device(seed: int) -> CpuDevice:
 class Stage:
     """A store with a Host arena, and host-side helpers."""
 
-    def __init__(self, device: CpuDevice) -> None:
-        config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=CONTEXT, max_concurrency=2,
+    def __init__(self, device: CpuDevice, backend: pk.MTPBackend | None = None) -> None:
+        config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=CONTEXT, max_concurrency=2, backend=backend,
                                 kv_capacity=pk.ExplicitCapacity(1024), host_arena_bytes=1 << 18)  # fmt: skip
         self.device = device
         self.store = pk.open_store(config, device=device)
@@ -52,7 +52,8 @@ class Stage:
     @property
     def planes(self) -> list[tuple[Any, PlaneGeometry]]:
         """Every plane of Main with its geometry."""
-        return [(self.store._slabs[s.name], s.plane) for s in self.store.layout.slabs if s.plane is not None]
+        return [(self.store._slabs[slab.name], slab.plane) for slab in self.store.layout.slabs
+                if slab.plane is not None and slab.name.startswith("main.")]
 
     def noise(self, *shape: int) -> Bits:
         """Return BF16 values near 1, as bits."""
@@ -71,18 +72,24 @@ class Stage:
         return self.store.activate(prompt_tokens=tokens, output_tokens=0)
 
     def filled(self, tokens: int) -> tuple[pk.Sequence, Bits, Bits]:
-        """Activate a sequence and commit all its tokens; return their rows too."""
+        """Activate a sequence and commit all its tokens in every pool; return their rows of Main too."""
         sequence = self.activate(tokens)
-        k, v = self.append(sequence, tokens)
-        self.settle()
-        return sequence, k, v
+        return sequence, *self.written(sequence, tokens)
 
-    def append(self, sequence: pk.Sequence, tokens: int) -> tuple[Bits, Bits]:
+    def written(self, sequence: pk.Sequence, tokens: int) -> tuple[Bits, Bits]:
+        """Append and commit noise in every pool; return the rows of Main."""
+        rows = {}
+        for pool in self.store.config.pools:
+            rows[pool.name] = self.append(sequence, tokens, pool.name)
+            self.settle()
+        return rows["main"]
+
+    def append(self, sequence: pk.Sequence, tokens: int, pool: str = "main") -> tuple[Bits, Bits]:
         """Append noise to a sequence in one unit that stays in flight; return its rows as (tokens, H, D)."""
-        unit = self.store.begin_unit(self.store.batch([sequence]), tokens, name="append")
+        unit = self.store.begin_unit(self.store.batch([sequence]), {pool: tokens}, name="append")
         k, v = (self.noise(1, tokens, GEOMETRY.kv_heads, GEOMETRY.head_dim) for _ in range(2))
-        first, rows = self.put(unit.first_positions["main"]), self.put(unit.rows.astype(np.int32))
-        view, stream = self.store.views["main"][0], self.store.stream
+        first, rows = self.put(unit.first_positions[pool]), self.put(unit.rows.astype(np.int32))
+        view, stream = self.store.views[pool][0], self.store.stream
         self.store.ops.append(view, self.put(k), self.put(v), first, rows, stream=stream)
         self.unit = unit
         return k[0], v[0]
@@ -106,9 +113,13 @@ class Stage:
     def kept(self, tokens: int) -> tuple[pk.Continuation, Bits, Bits]:
         """Retain a sequence of so many tokens; return their rows too."""
         sequence, k, v = self.filled(tokens)
+        return self.retained(sequence), k, v
+
+    def retained(self, sequence: pk.Sequence) -> pk.Continuation:
+        """Finish a sequence and keep it."""
         saved = self.store.finish(sequence, retain=True, state="complete")
         assert saved is not None
-        return saved, k, v
+        return saved
 
     def rows(self, held: pk.Sequence) -> list[Bits]:
         """Return the committed rows (tokens, H, D) of K and of V of a sequence."""
@@ -128,9 +139,9 @@ class Stage:
 
 
 @contextmanager
-def staged(device: CpuDevice) -> Iterator[Stage]:
+def staged(device: CpuDevice, backend: pk.MTPBackend | None = None) -> Iterator[Stage]:
     """Open a stage; close its store when the scene ended well, invariants checked."""
-    stage = Stage(device)
+    stage = Stage(device, backend)
     yield stage
     stage.store.check()
     stage.store.close()
@@ -164,24 +175,25 @@ def restore_behind_reader(device: CpuDevice) -> None:
 
 
 def move_both_ways(device: CpuDevice) -> None:
-    """Demotions and restores run side by side, each through its lane's staging and slots; more than there are slots."""
-    with staged(device) as stage:
-        first = [stage.kept(64) for _ in range(6)]
-        for saved, *_ in first[:3]:
-            stage.store.demote(saved)
-        coming = [(stage.store.activate(source=saved, prompt_tokens=1, output_tokens=0, wait=False), k)
-                  for saved, k, _ in first[:2]]
-        for saved, *_ in first[3:]:
-            stage.store.demote(saved, wait=False)
+    """A fork sends the tails of two pools to the Host and restores the pages before them, in one go."""
+    with staged(device, pk.MTPBackend(1)) as stage:
+        store = stage.store
+        head, *first = stage.kept(128)
+        fork = store.activate(source=head, prompt_tokens=22, output_tokens=0)
+        second = stage.written(fork, 22)
+        saved = stage.retained(fork)
+        store.demote(head)
+        blocker = stage.activate(CONTEXT)
+        target: dict[str, Any] = {"source": saved, "prompt_tokens": CONTEXT - 150, "output_tokens": 0}
+        assert isinstance(store.try_activate(**target), pk.Refusal)
+        sequence = store.activate(**target, allow_demote_source=True, wait=False)
         stage.poll()
-        for sequence, k in coming:
-            assert np.array_equal(k, stage.rows(sequence)[0])
-            stage.store.finish(sequence)
-        for saved, k, v in first[2:]:
-            sequence = stage.restored(saved)
-            for values, rows in zip((k, v), stage.rows(sequence), strict=True):
-                assert np.array_equal(values, rows)
-            stage.store.finish(sequence)
+        for before, behind, rows in zip(first, second, stage.rows(sequence), strict=True):
+            assert np.array_equal(np.concatenate((before, behind)), rows)
+        for one in (sequence, blocker):
+            store.finish(one)
+        for before, behind, rows in zip(first, second, stage.rows(stage.restored(saved)), strict=True):
+            assert np.array_equal(np.concatenate((before, behind)), rows)
 
 
 def write_behind_demotion(device: CpuDevice) -> None:
