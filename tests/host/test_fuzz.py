@@ -28,6 +28,7 @@ SEEDS_LONG = 10
 NEEDED = {
     "begin", "crossings", "commit", "fail", "trim", "trimmed pages", "truncate", "ensure", "finish", "abort",
     "retained", "aborts in flight", "snapshot", "release", "protect", "attach", "cut continuations", "fresh",
+    "shared pages left by sequences", "shared pages left by continuations",
     "forks", "moves", "round", "extended rows", "rows not extended", "broken publications", "broken withdrawals",
     "faults", "refused for pages", "refused for rows", "refused for context", "refused for provisional",
     "StaleHandle", "UnitInFlight", "MisuseError", "EntitlementExceeded",
