@@ -141,6 +141,35 @@ def test_forks_say_what_unshared_runs_say(profile: str, frontier: int) -> None:
     assert texts == [alone(profile, prompt + suffix, 40) for suffix in suffixes]
 
 
+@pytest.mark.deferred
+@pytest.mark.parametrize("whose", ["sequence", "continuation"])
+@pytest.mark.parametrize("cut", [64, 128, 140])
+def test_what_was_cut_goes_on_as_a_new_sequence(cut: int, whose: str) -> None:
+    """C9.10, C14.6: 64 leaves a shared page, 128 a tail of its own, 140 lies in that tail; the other stays."""
+    prompt, suffix = [(37 * i) % 1009 for i in range(150)], [5, 11, 900]
+    with opened("int8-g64") as store:
+        loop = DecodeLoop(store, ToyModel(store))
+        saved = retained(store, prefilled(loop, prompt, 0))
+        sequence = store.activate(source=saved, prompt_tokens=10, output_tokens=100)
+        other = saved if whose == "sequence" else sequence
+        before = rows_of(store, other)
+        if whose == "sequence":
+            loop.prefill(sequence, [700, 3], last_token=None)
+            loop.step([sequence])
+            store.truncate(sequence, cut)
+            loop.forget(sequence)
+        else:
+            store.protect(saved, 0)
+            store.truncate(saved, cut)
+            store.attach_state(saved, "complete")
+            sequence = store.activate(source=saved, prompt_tokens=3, output_tokens=40)
+        loop.prefill(sequence, suffix, last_token=None)
+        (text,) = decode_all(loop, [sequence])
+        assert rows_of(store, other) == before
+
+    assert text[:40] == alone("int8-g64", prompt[:cut] + suffix, 40)[:40]
+
+
 def test_a_resumed_snapshot_goes_the_way_of_its_run() -> None:
     """C10.6, C9.2: the token that was sampled last is the loop's whole state, and must have room to be written."""
     with opened("int8-g64") as store:

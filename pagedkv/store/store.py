@@ -889,15 +889,18 @@ class Store:
     def truncate(self, target: Sequence | Continuation, tokens: int, pool: str = "main") -> None:
         """Lower the committed frontier of one pool to `tokens`.  (C9.10)
 
-        The pages behind it return to the sequence's reservation; pages of a continuation are released.  A cut below
-        the frontier that a continuation's state belongs to in this pool deletes the state, until `attach_state` (C2.2).
+        The pages behind it return to the sequence's reservation; pages of a continuation are released.  Whole pages
+        that other spaces hold too only lose this holder.  A sequence keeps its entitlement, so as many available pages
+        are reserved in their place.  A cut below the frontier that a continuation's state belongs to in this pool
+        deletes the state, until `attach_state` (C2.2).
         Each pool is cut by itself (C9.9).  If Main of a continuation was cut below a backend's frontier, activate from
         it with a frontier for every pool.
 
         Raises:
             UnitInFlight: a unit in flight selects the row (C12.2).
             MisuseError: tokens above the frontier, below a continuation's protected frontier, or negative; an unknown
-                pool; or another space references or a copy uses one of the pages to cut (C7.4).
+                pool; a cut inside a page that another space references; fewer available pages than a sequence needs in
+                place of shared ones; or a copy uses one of the pages to cut (C7.4).
             StaleHandle: it has ended.
         """
         self._access.enter("truncate", reaches_device=self.sanitizer is not None)

@@ -12,6 +12,7 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import LeastRecent, RetainedText, Scheduler
+from tests.host.test_bulk_cost import calls_of
 from tests.toy_model import ToyModel, opened_store, prompt
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
@@ -206,3 +207,103 @@ def test_kept_tokens_are_those_of_the_pages() -> None:
         scheduler.submit(np.array(prompt(64, 2)), 30, stop_tokens=[stop])
         finish(scheduler)
         assert len(scheduler.store.continuations()) <= 2
+
+
+# ---- many kept texts -------------------------------------------------------------------------------------
+
+
+def kept_texts(store: pk.Store, retention: LeastRecent, texts: int, pages: int, *, shared_pages: int = 0) -> None:
+    """Keep texts of whole pages, each the next after the one before; all begin with the same shared pages."""
+    first: pk.Continuation | None = None
+    for number in range(texts):
+        ids = np.full(pages * 64, number, np.int32)
+        ids[: shared_pages * 64] = 0
+        if first is None or not shared_pages:
+            sequence = store.activate(prompt_tokens=ids.size, output_tokens=0)
+        else:
+            left = ids.size - shared_pages * 64
+            sequence = store.activate(prompt_tokens=left, output_tokens=0, source=first, frontier=shared_pages * 64)
+        unit = store.begin_unit(store.batch([sequence]), ids.size - store.committed_tokens(sequence))
+        store.wait(unit)
+        store.commit(unit)
+        continuation = store.finish(sequence, retain=True, state=RetainedText(ids, None))
+        assert continuation is not None
+        retention.keep(store, continuation)
+        first = first or continuation
+
+
+@contextmanager
+def without_device(pages: int, *, max_context: int, **options: Any) -> Iterator[pk.Store]:
+    """Open a store of two rows and so many pages, without a device."""
+    config = pk.StoreConfig(GEOMETRY, profile="bf16", max_context=max_context, max_concurrency=2,
+                            kv_capacity=pk.ExplicitCapacity(pages * 64), retained_tokens=pages * 64, **options)
+    with pk.open_store(config, device="none") as store:
+        yield store
+        store.check()
+
+
+@pytest.mark.parametrize("host", [0, 1 << 30], ids=["no host", "host"])
+@pytest.mark.parametrize("shared_pages", [0, 5])
+def test_one_admission_takes_what_it_needs_and_at_most_one_text_more(shared_pages: int, host: int) -> None:
+    """S60: 35 kept texts of 11 pages, and one admission of 130 pages; shared pages go with their last text."""
+    pages = 35 * (11 - shared_pages) + shared_pages + 3
+    with without_device(pages, max_context=130 * 64, host_arena_bytes=host) as store:
+        retention = LeastRecent()
+        kept_texts(store, retention, 35, 11, shared_pages=shared_pages)
+        refusal = store.try_activate(prompt_tokens=130 * 64, output_tokens=0)
+        assert isinstance(refusal, pk.Refusal)
+        missing = refusal.needed - refusal.available
+        assert missing == 127
+
+        assert retention.make_room(store, refusal, None)
+        counters = retention.counters
+        assert missing <= counters.evicted_pages + counters.demoted_pages < missing + 11 - shared_pages
+        store.activate(prompt_tokens=130 * 64, output_tokens=0)
+
+
+class Touched(np.ndarray[Any, Any]):
+    """A column that counts its elements that are read, written or computed with."""
+
+    elements = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = np.asarray(self)[key]
+        Touched.elements += found.size
+        return found
+
+    def __setitem__(self, key: Any, values: Any) -> None:
+        column = np.asarray(self)
+        Touched.elements += column[key].size
+        column[key] = values
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
+        Touched.elements += self.size
+        plain = [np.asarray(each) if isinstance(each, Touched) else each for each in inputs]
+        return getattr(ufunc, method)(*plain, **named)
+
+
+def work(monkeypatch: pytest.MonkeyPatch, texts: int, admitted: int) -> tuple[int, int]:
+    """Return the calls, and the elements of page columns, that making room for an admission takes."""
+    with without_device(texts, max_context=admitted * 64) as store, monkeypatch.context() as patch:
+        retention = LeastRecent()
+        kept_texts(store, retention, texts, 1)
+        refusal = store.try_activate(prompt_tokens=admitted * 64, output_tokens=0)
+        assert isinstance(refusal, pk.Refusal)
+        pages = store._ledger.active["main"].pages
+        for name in ("references", "active", "writer", "device", "host", "pins", "committed", "protected"):
+            patch.setattr(pages, name, getattr(pages, name).view(Touched))
+        Touched.elements = 0
+        calls = calls_of(lambda: retention.make_room(store, refusal, None))
+        elements = Touched.elements
+        assert retention.counters.evicted_pages == admitted
+        store.activate(prompt_tokens=admitted * 64, output_tokens=0)
+    return calls, elements
+
+
+def test_making_room_costs_as_much_as_the_room_and_not_as_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S83: a tenth of the kept pages is admitted; neither calls nor elements grow faster than the admission."""
+    few, beside_many, many = (work(monkeypatch, *sizes) for sizes in ((100, 10), (400, 10), (400, 40)))
+
+    assert beside_many == few
+    assert many[0] <= 4 * few[0]
+    assert 0 < many[1] <= 4 * few[1]

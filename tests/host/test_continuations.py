@@ -436,24 +436,71 @@ def test_truncating_a_row_inside_a_shared_page_is_refused(how: str, tokens: int)
 def test_a_row_that_leaves_shared_pages_needs_others_in_their_place() -> None:
     """Its entitlement stays; without room the cut is refused, and nothing changed.  Observers follow it.  (C9.10)"""
     store = SharedLedger(tokens=512)
+    picture = Picture()
+    store.ledger.events.observe(picture)
     kept = store.retain(130)
     sequence = store.go_on(kept, 62)
     store.append(sequence, 30)
-    picture = Picture()
-    store.ledger.events.observe(picture)
     blocker = store.start(3 * 64)
     assert store.available() == 1
     with refused(MisuseError, "C9.10", store.ledger, match="2 available pages in place of those"):
         store.ledger.truncate(sequence, 0, "main")
     store.ledger.truncate(sequence, 64, "main")
     assert store.available() == 0
+    store.ledger.events.deliver()
+    picture.compare(store.ledger)
     store.end(blocker)
     store.ledger.truncate(sequence, 0, "main")
     assert store.page_ids(sequence) == []
     store.append(sequence, 130)
     store.check()
     store.ledger.events.deliver()
-    assert [event.kind for event in picture.events if event.row == sequence.row][:2] == ["release", "publish"]
+    picture.compare(store.ledger)
+
+
+@pytest.mark.parametrize(("pool", "other"), [("main", "mtp"), ("mtp", "main")])
+def test_each_pool_of_a_fork_is_cut_by_itself(pool: str, other: str) -> None:
+    """Membership, entitlement and the pages it needs are the pool's own; the other is not touched.  (C9.9, C9.10)"""
+    store, kept = retained({"main": 200, "mtp": 200}, backend=MTP)
+    fork = store.go_on(kept, 50)
+    store.append(fork, {"main": 20, "mtp": 20})
+    store.ledger.protect(kept, 0, pool)
+    store.ledger.truncate_continuation(kept, 128, pool)  # block 2 is the fork's alone now, between shared and own pages
+    cut, spared = store.ledger.active[pool], store.ledger.active[other]
+    read, free, entitled = store.read(fork, pool), store.available(pool), cut.entitlement_pages(fork.row)
+    spared_before = (store.read(fork, other), store.page_ids(fork, other), store.available(other))
+
+    lacking = store.available(other)
+    spared.pool.try_reserve(lacking)
+    store.ledger.truncate(fork, 64, pool)
+    spared.pool.shrink(lacking)
+    lacking = store.available(pool)
+    cut.pool.try_reserve(lacking)
+    with refused(MisuseError, "C9.10", store.ledger, match="1 available pages in place of those"):
+        store.ledger.truncate(fork, 0, pool)
+    cut.pool.shrink(lacking)
+
+    assert (store.read(fork, pool), store.available(pool)) == (read[:64], free - 1)
+    assert cut.entitlement_pages(fork.row) == entitled
+    assert spared_before == (store.read(fork, other), store.page_ids(fork, other), store.available(other))
+    store.check()
+    store.append(fork, {pool: 150})
+    assert store.read(fork, pool)[:64] == read[:64]
+
+
+def test_a_unit_after_a_cut_maps_pages_anew() -> None:
+    """What the last unit left to write in its pages is no longer known, for they are gone.  (C9.4, C9.10)"""
+    store, kept = retained(128)
+    fork = store.go_on(kept, 100)
+    batch = store.ledger.batch([fork])
+    for frontier in (*range(129, 140), 64, *range(65, 70)):
+        if frontier == 64:
+            store.ledger.truncate(fork, 64, "main")
+            continue
+        unit, _ = store.ledger.begin_unit("step", batch, {"main": 1})
+        store.ledger.commit_unit(unit)
+        assert (store.frontier(fork), len(store.logical(fork))) == (frontier, -(-frontier // 64))
+    store.check()
 
 
 def test_a_trim_never_touches_a_shared_page() -> None:

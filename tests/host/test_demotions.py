@@ -348,6 +348,25 @@ def test_an_aborted_restore_never_was(keep_source: bool, frontier: int | None) -
     store.check()
 
 
+@pytest.mark.parametrize("places", ["both", "host"])
+def test_a_prefix_that_is_claimed_and_not_used_keeps_no_pin(places: str) -> None:
+    """S33: claimed 50 times by a Fork, a Move and a demotion, none of which is published.  (C7.4, C10.2)"""
+    store = store_with_host()
+    kept = store.retain(192)
+    store.demote(kept)
+    if places == "both":
+        store.end(store.go_on(kept, 1))
+    before = observables(store.ledger)
+    for _ in range(50):
+        for keep_source in (True, False):
+            store.ledger.abort_transaction(store.prepare(ActivationTarget(1, 0, kept, 130, keep_source)))
+        store.ledger.abort_demotion(prepared(store, kept))
+
+    assert store.column("pins", kept) == [0, 0, 0]
+    assert [line for line in differences(before, observables(store.ledger)) if "serial" not in line] == []
+    store.check()
+
+
 def test_pages_of_a_restoring_sequence_stay_on_the_device() -> None:
     """One of its pages was there already, and another continuation that holds it is demoted meanwhile.  (C7.4, S42)"""
     store = store_with_host()

@@ -28,6 +28,7 @@ SEEDS_LONG = 10
 NEEDED = {
     "begin", "crossings", "commit", "fail", "trim", "trimmed pages", "truncate", "ensure", "finish", "abort",
     "retained", "aborts in flight", "snapshot", "release", "protect", "attach", "cut continuations", "fresh",
+    "shared pages left by sequences", "shared pages left by continuations",
     "forks", "moves", "round", "extended rows", "rows not extended", "broken publications", "broken withdrawals",
     "demoted pages", "demotions beside other work", "restores", "restores beside other work", "aborted restores",
     "waits for other copies", "staged forks", "dropped on the device", "dropped on the host", "poll", "give_up",

@@ -188,6 +188,22 @@ def test_one_lane_takes_its_single_point_although_memory_is_abundant() -> None:
     assert planned.b_step > 0
 
 
+@pytest.mark.parametrize(("backend", "lead"), [*zip(BACKENDS, (0, 1, 0), strict=True)])
+def test_room_to_retain_is_planned_in_every_pool_up_to_its_limit(backend: Backend, lead: int) -> None:
+    """C = 1 and 65 tokens to retain: M_max = L + 2, and less where memory is short.  (C5.1, C5.3, C5.6)"""
+    config = auto_config(max_concurrency=1, retained_tokens=65, backend=backend, min_tokens=300)
+    curve = capacity_curve(config)
+    planned = plan(config, 1 << 40)
+    scarce = plan(config, curve.bytes_at(6) - 1)
+
+    assert (planned.pages_min, planned.pages, planned.pages_max, planned.is_clamped) == (4, 6, 6, False)
+    assert planned.bytes == curve.bytes_at(6)
+    assert (scarce.pages, scarce.is_clamped) == (5, True)
+    assert [pool.pages for pool in planned.config.pools] == [6, 6 + lead][: 1 + (backend is not None)]
+    with refused(pk.ConfigError, "C5.1", match="at most 384 tokens.*retained_tokens"):
+        auto_config(max_concurrency=1, retained_tokens=65, backend=backend, min_tokens=385)
+
+
 @pytest.mark.parametrize(
     ("backend", "pages"), [(pk.MTPBackend(1), 13), (pk.MTPBackend(2), 21), (pk.MTPBackend(5), 21), (BACKENDS[2], 13)]
 )

@@ -41,6 +41,18 @@ MUTANTS: tuple[Mutant, ...] = (
            "if lost > self.pool.available:", "if False:", "host/test_continuations.py"),
     Mutant("C9.10", "a cut row keeps its reference to pages of others", "ledger/active_spaces.py:truncate",
            "self._leave_shared_pages(row, pages_for_tokens(tokens))", "pass", "host/test_continuations.py"),
+    *(
+        Mutant("C9.10", f"a row that leaves shared pages {what}", "ledger/active_spaces.py:_leave_shared_pages",
+               old, new, "host/test_continuations.py")
+        for what, old, new in (
+            ("keeps what it held alone of them", "self.pool.release(freed, leased=freed.size)", GONE),
+            ("loses their part of its entitlement", "self.pool.try_reserve(bound - first_block)",
+             "self.pool.try_reserve(bound - shared)"),
+            ("is told as one that holds them", 'self.events.record("release"', GONE),
+            ("is told as one that holds nothing", 'self.events.record("publish"', GONE),
+            ("is believed to have pages to write in", "self._last_entry = None", GONE),
+        )
+    ),
     Mutant("C11.1", "ids beyond membership stay in the mirror", "ledger/active_spaces.py",
            "self.table[row, :bound] = UNMAPPED", GONE, ("host/test_active_spaces.py", FUZZ)),
     Mutant("C13.3", "a smaller need gives pages back", "ledger/active_spaces.py:ensure_mapped_to_tokens",

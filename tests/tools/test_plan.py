@@ -46,14 +46,16 @@ def test_the_plan_is_what_the_library_plans() -> None:
     config = pk.StoreConfig(pk.KVGeometry(2, 6, 3, 64), profile="k8v4", max_context=1024, max_concurrency=4,
                             kv_capacity=pk.AutoCapacity(5), backend=pk.MTPBackend(3, layers=2), state_bytes_per_lane=7,
                             state_bytes_fixed=11, graph_allowance_bytes=13, sanitizer=True, host_arena_bytes=1 << 20,
-                            decode_columns_max=9, prefill_columns_max=32, codec_events=True, caller_words=5)
+                            decode_columns_max=9, prefill_columns_max=32, codec_events=True, caller_words=5,
+                            retained_tokens=65)
     made = pk.plan(config, 4_500_000)
     report = planned(*TINY, "--profile", "K8V4", "--free-bytes", "4.5MB", "--headroom", "5", "--backend", "mtp:3:2",
                      "--state-per-lane", "7", "--state-fixed", "11", "--graph-allowance", "13", "--sanitizer",
                      "--host-arena", "1MiB", "--decode-columns", "9", "--prefill-columns", "32", "--codec-events",
-                     "--caller-words", "5")
+                     "--caller-words", "5", "--retained-tokens", "65")
 
     assert made.is_clamped
+    assert report["pages_max"] == made.pages_max == 4 * 16 + 2
     assert (report["pages"], report["owners"], report["slack"]) == (made.pages, made.owners, made.slack)
     assert (report["host_arena_bytes"], report["host_pages"]) == (1 << 20, made.host_pages)
 

@@ -888,25 +888,30 @@ class LedgerModel:
             errors.add("MisuseError")  # nothing could be resumed from what is left
         elif not errors:
             block, tail = divmod(tokens, pk.PAGE_TOKENS)
-            shared = [self.references(page, pool) > 1 for page in space.pages[block:]]
-            is_inside = tail > 0 and tokens < space.frontier and shared[0]
-            lost = sum(shared[tail > 0 :])  # an active space needs another page for each
+            is_inside = tail > 0 and tokens < space.frontier and self.references(space.pages[block], pool) > 1
+            lost = self.shared_behind(holder, pool, tokens)  # an active space needs another page for each
             if is_inside or (isinstance(holder, SequenceModel) and lost > self.available(pool)):
                 errors.add("MisuseError")
         return errors
 
-    def truncate(self, holder: Holder, pool: str, tokens: int) -> None:
+    def shared_behind(self, holder: Holder, pool: str, tokens: int) -> int:
+        """Return how many whole pages behind a cut other spaces hold too."""
+        return sum(self.references(page, pool) > 1 for page in holder.spaces[pool].pages[pages_of(tokens) :])
+
+    def truncate(self, holder: Holder, pool: str, tokens: int) -> int:
         """Lower the frontier; the page that is cut inside has other content from now on; then trim.
 
-        A state ends with a token that it belongs to (C2.2).
+        A state ends with a token that it belongs to (C2.2).  Returns how many pages stay with other spaces.
         """
         space = holder.spaces[pool]
+        shared = self.shared_behind(holder, pool, tokens)
         if isinstance(holder, ContinuationModel) and tokens < holder.state_frontier.get(pool, 0):
             self.attach(holder, pk.STATE_FOLLOWS, None)
         if tokens < space.frontier and tokens % pk.PAGE_TOKENS:
             self._renew_content(space.pages[tokens // pk.PAGE_TOKENS], pool, tokens % pk.PAGE_TOKENS)
         space.frontier = tokens
         self._unmap(holder, pool, pages_of(tokens))
+        return shared
 
     def abort(self, sequence: SequenceModel) -> bool:
         """End now, or with the unit in flight; return whether now."""

@@ -579,7 +579,10 @@ class Walk:
             self.model.truncate_errors(model, pool, tokens), lambda: self.store.truncate(handle, tokens, pool),
             lambda _: self.model.truncate(model, pool, tokens),
         )  # fmt: skip
-        self.counts["cut continuations"] += answers is not None and sequence is None
+        if answers is not None:
+            whose = "sequences" if continuation is None else "continuations"
+            self.counts[f"cut {whose}"] += 1
+            self.counts[f"shared pages left by {whose}"] += answers[1]
 
     def _ensure(self, sequence: SequencePair, pool: str, tokens: int) -> None:
         model, handle = sequence
