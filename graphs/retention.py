@@ -12,6 +12,7 @@ store after an interrupt.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Retention(Protocol):
         """Return where a prompt may start; not beyond its last token but one."""
 
     def make_room(self, store: pk.Store, refusal: pk.Refusal, source: pk.Continuation | None) -> bool:
-        """Give something up so that a refused activation may fit, but not its source; False if there is nothing."""
+        """Give something up so that a refused activation fits, but not its source; False if all that is not enough."""
 
     def keep(self, store: pk.Store, continuation: pk.Continuation) -> None:
         """Keep a continuation whose state is a `RetainedText`."""
@@ -93,9 +94,11 @@ class LeastRecent:
         self.counters = RetentionCounters()
         self.tokens_min = pk.checks.checked_integer("tokens_min", tokens_min, 1, 1 << 30, clause="C1.2",
                                                     remedy="pass the fewest tokens worth a Fork")
-        # Least recently used first: continuations with pages on the Device, perhaps, and those on the Host alone.
+        # Least recently used first: continuations with pages on the Device, perhaps, and those that went to the Host.
+        # Pages that the latter shared with an active sequence stayed on the Device.
         self._near: OrderedDict[pk.Continuation, None] = OrderedDict()
         self._far: OrderedDict[pk.Continuation, None] = OrderedDict()
+        self._futile: tuple[pk.Refusal, pk.Continuation | None] | None = None  # nothing changed since this one
 
     def find(self, store: pk.Store, prompt_ids: Int32, salt: Hashable) -> RetainedPrefix | None:  # noqa: ARG002
         """Return the longest retained prefix of all but the last token of a prompt."""
@@ -107,23 +110,33 @@ class LeastRecent:
         return RetainedPrefix(source, found.tokens)
 
     def make_room(self, store: pk.Store, refusal: pk.Refusal, source: pk.Continuation | None) -> bool:
-        """Demote or release the least recently used until the missing pages are there, and no more than that.  (S60)"""
+        """Demote or release the least recently used until the missing pages are there, and no more than that.  (S60)
+
+        If all of them together do not have the pages, nobody goes.  Work grows with the victims, or with all pages that
+        are held, where those that have pages of their own, which no other continuation shares, are not enough.
+        """
         if refusal.reason == "copying":
             while store.poll_copies():
                 pass
             return True
         if refusal.reason != "pages" or refusal.forever:
             return False
+        if (refusal, source) == self._futile:
+            return False
         missing, freed = refusal.needed - refusal.available, 0
-        while freed < missing:
-            victim = next((one for one in self._near if one != source), None)
-            if victim is None:
+        victims = self._victims(store, missing, refusal.pool, source)
+        if not victims:
+            self._futile = refusal, source
+        for victim in victims:
+            if freed >= missing:
                 break
-            freed += self._give_up(store, victim, refusal.pool, source)
+            if victim in self.index:  # it may have left the Host for another victim
+                freed += self._give_up(store, victim, refusal.pool, source)
         return freed > 0
 
     def keep(self, store: pk.Store, continuation: pk.Continuation) -> None:
         """Keep a continuation, and release those that offer nothing that it does not."""
+        self._futile = None
         text = store.state_of(continuation)
         assert isinstance(text, RetainedText), f"{continuation} is not of a scheduler"
         if not self.index.insert(text.tokens, continuation, salt=text.salt):
@@ -138,6 +151,7 @@ class LeastRecent:
 
     def started(self, store: pk.Store, prefix: RetainedPrefix, *, has_moved: bool) -> None:  # noqa: ARG002
         """Count a hit; the source has pages on the Device now, or is gone."""
+        self._futile = None
         self.counters.hits += 1
         self.counters.reused_tokens += prefix.tokens
         if has_moved:
@@ -166,11 +180,32 @@ class LeastRecent:
 
     # ---- helpers ----------------------------------------------------------------------------------
 
+    def _victims(
+        self, store: pk.Store, missing: int, pool: str, source: pk.Continuation | None
+    ) -> list[pk.Continuation]:
+        """Return who goes for so many page groups, in this order; nobody if all together do not have them."""
+        own: list[pk.Continuation] = []
+        shared: list[pk.Continuation] = []
+        pages = 0
+        for one in itertools.chain(self._near, self._far):
+            if one == source:
+                continue
+            plan = store.explain_release(one)[pool]
+            if plan.released_pages:
+                own.append(one)
+                pages += plan.released_pages
+                if pages >= missing:
+                    return own
+            elif plan.demoted_pages:
+                shared.append(one)
+        return [*own, *shared] if _idle_pages(store, [*own, *shared], pool) >= missing else []
+
     def _give_up(self, store: pk.Store, victim: pk.Continuation, pool: str, source: pk.Continuation | None) -> int:
         """Let a continuation leave the Device, or end; return how many page groups of a pool that freed."""
         plans = store.explain_release(victim)
         if store.config.host_arena_bytes and self._demote(store, victim, source):
-            self._far[victim] = self._near.pop(victim)
+            self._far[victim] = None
+            self._near.pop(victim, None)
             self.counters.demotions += 1
             freed = {name: plan.demoted_pages for name, plan in plans.items()}
             self.counters.demoted_pages += sum(freed.values())
@@ -182,21 +217,44 @@ class LeastRecent:
         return freed[pool]
 
     def _demote(self, store: pk.Store, victim: pk.Continuation, source: pk.Continuation | None) -> bool:
-        """Demote a continuation; where the arena is full, release the least recently used that are on the Host."""
-        while isinstance(store.demote(victim), pk.Refusal):
-            oldest = next((one for one in self._far if one != source), None)
-            if oldest is None:
-                return False
-            self._release(store, oldest)
+        """Demote a continuation; where the arena is full, release the least recently used that are on the Host.
+
+        If all of them leave too little room, nobody goes.
+        """
+        needed = sum(plan.needed_host_bytes for plan in store.explain_release(victim).values())
+        free, leaving = store.host_summary()["free_bytes"], []
+        for one in self._far:
+            if free >= needed:
+                break
+            freed = sum(plan.released_host_bytes for plan in store.explain_release(one).values())
+            if freed and one not in (source, victim):
+                leaving.append(one)
+                free += freed
+        if free < needed:
+            return False
+        for one in leaving:
+            self._release(store, one)
             self.counters.evictions += 1
-        return True
+        return not isinstance(store.demote(victim), pk.Refusal)
 
     def _release(self, store: pk.Store, continuation: pk.Continuation) -> None:
         store.release(continuation)
         self._forget(continuation)
 
     def _forget(self, continuation: pk.Continuation) -> None:
+        self._futile = None
         self._near.pop(continuation, None)
         self._far.pop(continuation, None)
         if continuation in self.index:
             self.index.remove(continuation)
+
+
+def _idle_pages(store: pk.Store, continuations: list[pk.Continuation], pool: str) -> int:
+    """Return how many page groups of a pool would be available without some continuations."""
+    held = {page for one in continuations for page in store.page_ids(one, pool)}
+    others = {*continuations}
+    users: list[pk.Sequence | pk.Continuation] = [*store.sequences()]
+    for user in users + [one for one in store.continuations() if one not in others]:
+        held.difference_update(store.page_ids(user, pool))
+    held.discard(-1)
+    return len(held)

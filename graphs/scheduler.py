@@ -638,14 +638,21 @@ class Scheduler:
         if short:
             window = -(-self.store.config.lease_window_tokens // pk.PAGE_TOKENS)
             available = self.store.memory_summary()["main"]["available_pages"]
-            refusal = pk.Refusal("main", available + len(short) * window, available, forever=False)
-            retention.make_room(self.store, refusal, None)
+            pages = len(short) * window
+            while pages and not retention.make_room(
+                self.store, pk.Refusal("main", available + pages, available, forever=False), None
+            ):
+                pages //= 2  # a part of it is better than nothing
 
     def _keep_prefix(self, row: _Row) -> None:
         """Snapshot all but the last token of a prompt for the other outputs; without room they write it themselves."""
         if row.output.request not in self._state.prefixes:
             self._pending = _Pending(self.store.continuations(), row.output)
             answer = self.store.try_snapshot(row.sequence, state=_PREFIX)
+            if isinstance(answer, pk.Refusal) and self.retention is not None and self.retention.make_room(
+                self.store, answer, None
+            ):
+                answer = self.store.try_snapshot(row.sequence, state=_PREFIX)
             self._adopt([] if isinstance(answer, pk.Refusal) else [answer])
             self._note_use()
         row.makes_prefix = False

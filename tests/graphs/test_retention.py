@@ -12,8 +12,9 @@ import pytest
 
 import pagedkv as pk
 from pagedkv.graphs import LeastRecent, RetainedText, Scheduler
+from pagedkv.tools.fuzz.scheduler_walk import GEOMETRY as SMALL
 from tests.host.test_bulk_cost import calls_of
-from tests.toy_model import ToyModel, opened_store, prompt
+from tests.toy_model import ToyModel, opened_store, prompt, retained, run_unit
 
 GEOMETRY = pk.KVGeometry(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 
@@ -78,7 +79,7 @@ def test_outputs_are_what_they_are_without_retention(host: int, pages: int) -> N
     with served(tokens=pages * 64, host_arena_bytes=host) as scheduler:
         assert texts(scheduler, prompts) == expected
         counters = policy(scheduler).counters
-        assert counters.hits == counters.forks + counters.moves > 20
+        assert counters.hits == counters.forks + counters.moves > 15
         if pages == 12:
             assert counters.demotions if host else counters.evictions
         events = scheduler.store.event_counts()["main"]
@@ -159,6 +160,143 @@ def test_the_oldest_on_the_host_end_last() -> None:
         assert policy(scheduler).counters.reused_tokens == 119
 
 
+def test_a_text_that_the_arena_cannot_hold_costs_nobody_on_the_host() -> None:
+    """C8.2: texts of one page are there; one of six pages leaves the Device, and an arena of four is too small."""
+    record = 2 * 64 * 64 * 2
+    with served(rows=2, tokens=8 * 64, host_arena_bytes=4 * record) as scheduler:
+        for ids in [prompt(60, number) for number in range(4)] + [prompt(380, 9), prompt(380, 10)]:
+            scheduler.submit(ids, 4)
+            finish(scheduler)
+        counters = policy(scheduler).counters
+
+        assert (counters.demotions, counters.evictions, counters.evicted_pages) == (4, 1, 6)
+
+
+def test_pages_that_stayed_behind_a_demoted_text_are_given_up_too() -> None:
+    """C7.7: an active sequence kept them on the Device; when it has ended, only the text on the Host holds them."""
+    with served(tokens=8 * 64, host_arena_bytes=1 << 20) as scheduler:
+        ids = prompt(129, 1)
+        scheduler.submit([*ids, 3], 1)
+        finish(scheduler)
+        fork = scheduler.submit([*ids, 4], 100)
+        scheduler.step()
+        other = scheduler.submit(prompt(60, 5), 190)  # the text goes to the Host, but for the pages of the fork
+        scheduler.step()
+        assert (scheduler.statistics.running, policy(scheduler).counters.demotions) == (2, 1)
+        scheduler.cancel(fork)
+        scheduler.cancel(other)
+        whole = scheduler.submit(prompt(400, 6), 100)
+        finish(scheduler)
+
+        assert len(whole.outputs[0].tokens) == 100
+
+
+def test_a_text_that_left_the_host_for_another_victim_is_no_victim_again() -> None:
+    """C8.2: an arena of one page; the text there still has a page on the Device, and both texts have to go."""
+    record = 2 * 64 * 16 * 2
+    with opened_store(SMALL, max_context=256, concurrency=2, tokens=4 * 64, host_arena_bytes=record) as store:
+        retention = LeastRecent()
+        demoted = kept_text(store, retention, 0, 2)
+        forked = store.activate(prompt_tokens=1, output_tokens=0, source=demoted, frontier=64)
+        assert retention.make_room(store, pk.Refusal("main", 2, 1, forever=False), None)
+        store.finish(forked)
+        last = kept_text(store, retention, 1, 1)
+        assert retention.make_room(store, pk.Refusal("main", 4, 2, forever=False), None)
+
+        assert store.memory_summary()["main"]["available_pages"] == 4
+        assert list(retention.index) == store.continuations() == [last]
+
+
+def test_who_cannot_be_helped_costs_nobody_his_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S59: another one runs, and all texts together have too few pages; nobody is asked again before that changes."""
+    with served(rows=2, tokens=10 * 64) as scheduler:
+        for number in range(2):
+            scheduler.submit(prompt(100, number), 20)
+            finish(scheduler)
+        store = scheduler.store
+        running, waiting = scheduler.submit(prompt(10, 7), 5 * 64), scheduler.submit(prompt(20, 8), 7 * 64)
+        scheduler.step()
+        asked = asked_of(store, monkeypatch)
+        for _ in range(3):
+            scheduler.step()
+        assert (len(store.continuations()), policy(scheduler).counters.evictions, asked) == (2, 0, [])
+        scheduler.cancel(running)
+        scheduler.step()
+
+        assert (scheduler.statistics.running, policy(scheduler).counters.evictions) == (1, 1)
+        scheduler.cancel(waiting)
+
+
+def asked_of(store: pk.Store, monkeypatch: pytest.MonkeyPatch) -> list[pk.Continuation]:
+    """Return the list of continuations about which the store is asked from now on."""
+    asked: list[pk.Continuation] = []
+    explain = store.explain_release
+
+    def note(one: pk.Continuation) -> dict[str, pk.ReleasePlan]:
+        asked.append(one)
+        return explain(one)
+
+    monkeypatch.setattr(store, "explain_release", note)
+    return asked
+
+
+def kept_text(store: pk.Store, retention: LeastRecent, number: int, pages: int,
+              source: pk.Continuation | None = None) -> pk.Continuation:
+    """Keep so many more pages of tokens that nobody wrote, under a salt of its own."""
+    sequence = store.activate(prompt_tokens=64 * pages, output_tokens=0, source=source)
+    for _ in range(pages):
+        run_unit(store, sequence, 64)
+    continuation = retained(store, sequence, RetainedText(np.array([1], np.int32), number))
+    retention.keep(store, continuation)
+    return continuation
+
+
+def test_work_grows_with_what_goes_and_not_with_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S83: 1,000 texts of a page, and 100 pages are missing: 100 texts are asked, to plan and to go."""
+    with opened_store(SMALL, max_context=64, concurrency=1, tokens=1000 * 64, retained_tokens=1000 * 64) as store:
+        retention = LeastRecent()
+        for number in range(1000):
+            kept_text(store, retention, number, 1)
+        asked = asked_of(store, monkeypatch)
+        available = store.memory_summary()["main"]["available_pages"]
+        assert retention.make_room(store, pk.Refusal("main", available + 100, available, forever=False), None)
+
+        assert len(asked) == 2 * 100
+        assert len(store.continuations()) == 900
+
+
+def test_shared_pages_come_when_everybody_who_shares_them_goes() -> None:
+    """C7.3: texts without a page of their own go too, if their pages are needed and nobody runs on them."""
+    with opened_store(SMALL, max_context=640, concurrency=2, tokens=20 * 64) as store:
+        retention = LeastRecent()
+        first = kept_text(store, retention, 0, 10)
+        kept_text(store, retention, 1, 0, first)
+        assert not retention.make_room(store, pk.Refusal("main", 20, 10, forever=False), first)
+        assert not retention.make_room(store, pk.Refusal("main", 21, 10, forever=False), None)
+        for pages in (10, 5):
+            forked = store.activate(prompt_tokens=0, output_tokens=0, source=first, frontier=pages * 64)
+            assert not retention.make_room(store, pk.Refusal("main", 21 - pages, 10, forever=False), None)
+            store.finish(forked)
+        assert len(store.continuations()) == 2
+        retention.recover(store)
+        assert retention.make_room(store, pk.Refusal("main", 20, 10, forever=False), None)
+
+        assert store.memory_summary()["main"]["available_pages"] == 20
+
+
+def test_a_snapshot_of_a_prefix_finds_room_beside_kept_texts() -> None:
+    """C10.6: a full pool, and a text goes for the page of the tail: the prompt of two outputs is written once."""
+    with served(tokens=8 * 64) as scheduler:
+        for number in range(2):
+            scheduler.submit(prompt(200, number), 20)
+            finish(scheduler)
+        assert scheduler.store.memory_summary()["main"]["available_pages"] == 0
+        scheduler.submit(prompt(70, 9), 150, n=2)
+        finish(scheduler)
+
+        assert scheduler.loop.statistics.prefilled_tokens == 2 * 200 + 70 + 1
+
+
 def test_growing_rows_take_pages_of_kept_texts() -> None:
     """C9.2: a lease is extended over a kept text, and the output is complete."""
     with served(rows=2, tokens=8 * 64, kv_lease_growth=True, lease_window_tokens=64) as scheduler:
@@ -169,6 +307,22 @@ def test_growing_rows_take_pages_of_kept_texts() -> None:
         finish(scheduler)
         assert (len(request.outputs[0].tokens), request.outputs[0].reason) == (450, "length")
         assert policy(scheduler).counters.evictions >= 3
+
+
+def test_no_output_ends_early_for_a_kept_text() -> None:
+    """C9.2: budgets that fill the pool, and two outputs of every other request."""
+    with served(tokens=12 * 64, kv_lease_growth=True, lease_window_tokens=64) as scheduler:
+        requests = []
+        for number in range(12):
+            ids = prompt(40 + 20 * (number % 5), 0)[: 40 + 10 * (number % 3)] + prompt(number + 1, number)
+            requests.append(scheduler.submit(ids, 250 + 10 * number, n=1 + number % 2))
+            scheduler.step()
+        finish(scheduler)
+
+        assert policy(scheduler).counters.hits
+        assert policy(scheduler).counters.evictions
+        assert [(len(output.tokens), output.reason) for request in requests for output in request.outputs] == [
+            (request.max_new_tokens, "length") for request in requests for _ in request.outputs]
 
 
 def test_texts_are_found_again_after_an_interrupt_between_store_and_policy() -> None:

@@ -6,6 +6,7 @@ The store is latched then, or the next calls give every other request the tokens
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -20,12 +21,14 @@ CONFIG = pk.StoreConfig(
     kv_capacity=pk.ExplicitCapacity(4 * 256), kv_lease_growth=True, lease_window_tokens=64, caller_words=4,
 )
 
+HOST_CONFIG = replace(CONFIG, host_arena_bytes=4 * CONFIG.pools[0].record_bytes)
+
 
 class Stage:
     """A scheduler with graphs of every shape, one request that runs on, and one that ends in the next step."""
 
     def __init__(self, device: pk.Device, *, keeps: bool = False) -> None:
-        self.store = pk.open_store(CONFIG, device)
+        self.store = pk.open_store(HOST_CONFIG if keeps else CONFIG, device)
         self.retention = LeastRecent() if keeps else None
         self.scheduler = Scheduler(self.store, SeededModel(self.store), prefill_chunk=16, retention=self.retention)
         self.requests: list[Request] = []
@@ -57,6 +60,7 @@ class Stage:
             assert set(self.retention.index) == set(self.store.continuations())
             self.retention.release_all(self.store)
         assert self.store.memory_summary()["main"]["available_pages"] == 16
+        assert not self.store.host_summary()["used_bytes"]
         assert not self.store.continuations()
         for request in self.requests:
             assert request.is_finished
@@ -97,6 +101,24 @@ def submit_hit(stage: Stage) -> None:
     stage.requests.append(stage.scheduler.submit([*prompt(200, 200), 5], 40, sampling=Sampling(seed=9)))
 
 
+def step_under_pressure(stage: Stage) -> None:
+    """A step that admits three prompts: a text goes to the Host and another one leaves it, one is forked or moved."""
+    stage.step()
+
+
+def fill_tiers(stage: Stage) -> None:
+    """Fill the Device and the Host with texts; go on from one on the Device, with two outputs."""
+    for seed in range(6):
+        request = stage.scheduler.submit(prompt(180, seed), 15)
+        while not request.is_finished:
+            stage.step()
+    assert stage.store.host_summary()["free_bytes"] == 0
+    behind = [*prompt(180, 5), *request.outputs[0].tokens, 7]
+    stage.submit(100, 80)
+    stage.requests.append(stage.scheduler.submit(behind, 40, n=2, sampling=Sampling(seed=9)))
+    stage.submit(7, 100)
+
+
 def submit(stage: Stage) -> None:
     """Submit a request."""
     stage.submit(5, 4)
@@ -125,9 +147,13 @@ def fill_rows(stage: Stage) -> None:
 
 Call = Callable[[Stage], None]
 
-BEFORE: dict[Call, Call] = {step_with_a_fork: submit_outputs, cancel_prefix: fill_rows, step_with_a_hit: submit_hit}
-KEEPING = (step_that_keeps, step_with_a_hit)
-SPARSE: dict[tuple[Call, int], int] = {(step_with_a_fork, 3): 5, (step_alone, 3): 2, (cancel_prefix, 3): 2}
+BEFORE: dict[Call, Call] = {step_with_a_fork: submit_outputs, cancel_prefix: fill_rows, step_with_a_hit: submit_hit,
+                           step_under_pressure: fill_tiers}
+KEEPING = (step_that_keeps, step_with_a_hit, step_under_pressure)
+SPARSE: dict[tuple[Call, int], int] = {
+    (step_with_a_fork, 3): 5, (step_alone, 3): 2, (cancel_prefix, 3): 2, (step_that_keeps, 3): 3,
+    (step_with_a_hit, 3): 9, (step_under_pressure, 3): 61, (step_under_pressure, 1): 19,
+}
 """By how much the distance between two interrupts is longer."""
 
 

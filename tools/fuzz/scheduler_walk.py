@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import pagedkv as pk
-from pagedkv.graphs import LeastRecent, Output, PromptLookup, Request, Sampling, Scheduler, Unit
+from pagedkv.graphs import (
+    LeastRecent,
+    Output,
+    PromptLookup,
+    Request,
+    RetainedPrefix,
+    RetainedText,
+    Sampling,
+    Scheduler,
+    Unit,
+)
 
 OPERATIONS_A_ROUND = 400
 VOCABULARIES = (5, 13, 1009)
@@ -66,6 +76,21 @@ class Guesses:
         return proposals
 
 
+class CheckedRetention(LeastRecent):
+    """Compares each source with its prompt: the model, which has no attention, would not notice a wrong one."""
+
+    def find(self, store: pk.Store, prompt_ids: npt.NDArray[np.int32], salt: Hashable) -> RetainedPrefix | None:
+        """Find a source, and compare it."""
+        found = super().find(store, prompt_ids, salt)
+        if found is not None:
+            text = store.state_of(found.source)
+            assert isinstance(text, RetainedText), f"{found} is not of a scheduler"
+            same = text.salt == salt and np.array_equal(text.tokens[: found.tokens], prompt_ids[: found.tokens])
+            assert same, f"{found} holds other tokens than {prompt_ids.tolist()}"
+            assert found.tokens < prompt_ids.size, f"{found} leaves no token of {prompt_ids.tolist()}"
+        return found
+
+
 class SchedulerWalk:
     """One store, one scheduler, and a random history.
 
@@ -83,7 +108,7 @@ class SchedulerWalk:
             lease_window_tokens=64, host_arena_bytes=rng.choice((0, rng.randint(1, 40) * HOST_PAGE_BYTES)),
         )
         self.store = pk.open_store(self.config, device)
-        self.retention = rng.choice((None, LeastRecent(), LeastRecent(entries_max=rng.randint(1, 5))))
+        self.retention = rng.choice((None, CheckedRetention(), CheckedRetention(entries_max=rng.randint(1, 5))))
         self.vocabulary = rng.choice(VOCABULARIES)
         draft = rng.choice((None, PromptLookup(), Guesses(rng, self.vocabulary)))
         self.fails = False
@@ -151,7 +176,8 @@ class SchedulerWalk:
         words = [rng.randrange(-(1 << 31), 1 << 31) for _ in range(WORDS - 3 if sampling else WORDS)]
         refused = None
         try:
-            request = self.scheduler.submit(ids, new_tokens, stop_tokens=stops, n=n, words=words, sampling=sampling)
+            request = self.scheduler.submit(ids, new_tokens, stop_tokens=stops, n=n, words=words, sampling=sampling,
+                                            salt=rng.choice((None, "a", "a", "b")))
         except pk.ActivationRefused as error:
             refused = error
         fits = len(ids) + new_tokens <= self.config.max_context
