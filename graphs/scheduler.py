@@ -103,7 +103,7 @@ class Request:
         stop_tokens: each ends an output that samples it.
         outputs: at least one.
         sampling, words: of the request; each output has words of its own (`words_of`).
-        salt: what the content of its pages depends on beside the tokens.
+        salt: what the content of its pages depends on beside the tokens; its words if `submit` got none.
         submitted_step: steps that had ended when it was submitted.
     """
 
@@ -405,7 +405,7 @@ class Scheduler:
             sampling: how tokens are chosen, for a model that reads the words; output i has its seed + i.
             seed: in place of that of the sampling, or of a sampling with temperature 1.
             salt: an identity such as the digest of an image or the name of an adapter; kept texts with another one are
-                not used.
+                not used.  None is `words` without those of a sampling, because the model may read them.
 
         Raises:
             ActivationRefused: one output needs more pages than a sequence may have; it would never fit (C10.9).
@@ -432,6 +432,9 @@ class Scheduler:
         all_words = self._checked_words(words, sampling)
         if self.retention is not None:
             pk.checks.require_hashable("salt", salt, remedy="pass text, bytes or a number", clause="C2.2")
+        if salt is None:
+            is_greedy = sampling is None and not any(all_words[:SAMPLING_WORDS])
+            salt = "words", all_words[SAMPLING_WORDS:] if is_greedy else all_words
         request = Request(self, self._requests + 1, ids, max_new_tokens, stops, n, sampling, all_words, salt)
         request.words_of(n - 1)  # refuses a seed that is too large
         before = self._state

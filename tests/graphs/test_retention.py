@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import LeastRecent, RetainedText, Scheduler
+from pagedkv.graphs import LeastRecent, RetainedText, Sampling, Scheduler
 from pagedkv.tools.fuzz.scheduler_walk import GEOMETRY as SMALL
 from tests.host.test_bulk_cost import calls_of
 from tests.toy_model import ToyModel, opened_store, prompt, retained, run_unit
@@ -113,6 +113,21 @@ def test_another_salt_shares_nothing() -> None:
         assert policy(scheduler).counters.hits == 1
         with pytest.raises(pk.MisuseError, match="hashed"):
             scheduler.submit([1], 1, salt=[])  # type: ignore[arg-type]
+
+
+def test_requests_without_a_salt_share_texts_of_equal_words() -> None:
+    """S40, C15.1: the model may read words, such as the number of an adapter; those of a sampling only choose."""
+    with served(caller_words=4) as scheduler:
+        for options in ({"words": [0, 0, 0, 7]}, {"words": [0, 0, 0, 8]}, {"sampling": Sampling(seed=1), "words": [9]},
+                        {"salt": "x"}, {"words": [0, 0, 0, 7], "salt": "y"}):
+            scheduler.submit(prompt(100, 2), 2, **options)
+            finish(scheduler)
+        assert policy(scheduler).counters.hits == 0
+        scheduler.submit(prompt(100, 2), 2, sampling=Sampling(seed=2), words=[7])
+        scheduler.submit(prompt(100, 2), 2, words=[1, 2, 3, 4], salt="x")
+        finish(scheduler)
+
+        assert policy(scheduler).counters.reused_tokens == 2 * 99
 
 
 def test_no_more_is_given_up_than_is_needed() -> None:

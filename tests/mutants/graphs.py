@@ -35,6 +35,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("C8.2", "nobody leaves a full Host", "LeastRecent._demote", "for one in self._far:", "for one in ():",
          "oldest_on_the_host"),
     )),
+    Mutant("C16.16", "words are no part of the salt", "graphs/scheduler.py:submit",
+           "all_words[SAMPLING_WORDS:] if is_greedy else all_words", "None", "graphs/test_retention.py -k equal_words"),
     Mutant("C10.6", "a snapshot finds no room beside kept texts", "graphs/scheduler.py:_keep_prefix",
            "isinstance(answer, pk.Refusal) and self.retention is not None", "False and self.retention is not None",
            "graphs/test_retention.py -k snapshot_of_a_prefix"),
