@@ -16,7 +16,8 @@ A request has n outputs, each a text of its own.  An output is in one of these s
 A step admits outputs from the head of the queue, writes pieces of prompts in the order of admission, and decodes all
 that run.  Columns of decoding come first under `step_tokens`, and prompts share the rest.  Nobody is preempted, because
 an admitted output has all its pages.  With lease growth it holds a window of them, and an output is admitted only if
-the pool has room for the whole budget of all; so it ends early only if somebody else takes the pages.
+the pool has room for the whole budget of all; so it ends early only if somebody else takes the pages.  With
+`overcommits` its prompt and a window are enough: more outputs run at a time, and where pages run out some end early.
 
 The outputs of one request share its prompt.  The first one writes all but the last prompt token, a snapshot keeps that
 prefix, and the others fork it; the last one moves it.  Each writes the last prompt token itself, in the prefill route,
@@ -344,13 +345,16 @@ class Scheduler:
         prefill_chunk, draft, draft_tokens, before_replay, use_graphs: as of `DecodeLoop`.
         retention: what to keep of ended outputs, such as `LeastRecent()`; None keeps nothing.  It is for a model whose
             whole state at any token is in the pages.
+        overcommits: with lease growth, admit an output that has room for its prompt and a window.  Where the pool
+            cannot extend a lease, its output ends with the tokens that it has, and reason "length" (C9.2).
 
     Attributes:
         loop: the decode loop; only the scheduler calls it.
         steps: steps that have ended.
 
     Raises:
-        ConfigError: `step_tokens` is too small, or `prefill_chunk` or `draft_tokens` is out of range.
+        ConfigError: `step_tokens` is too small, `prefill_chunk` or `draft_tokens` is out of range, or the store of a
+            scheduler that overcommits has no lease growth.
         MisuseError: as `DecodeLoop`.
 
     An exception of the model leaves every request as it was before the step.  A note of the exception names the
@@ -361,9 +365,12 @@ class Scheduler:
     def __init__(
         self, store: pk.Store, model: Model, *, step_tokens: int | None = None, prefill_chunk: int | None = None,
         draft: Draft | None = None, draft_tokens: int = DRAFT_TOKENS, before_replay: Hook | None = None,
-        use_graphs: bool = True, retention: Retention | None = None,
+        use_graphs: bool = True, retention: Retention | None = None, overcommits: bool = False,
     ) -> None:
-        self.retention = retention
+        if overcommits and not store.config.kv_lease_growth:
+            raise pk.ConfigError("overcommits", expected="a store with kv_lease_growth", got="exact reservations",
+                                 remedy="pass kv_lease_growth=True to StoreConfig", clause="C9.2")
+        self.retention, self.overcommits = retention, overcommits
         self.loop = DecodeLoop(store, model, prefill_chunk=prefill_chunk, use_graphs=use_graphs, draft=draft,
                                draft_tokens=draft_tokens, before_replay=before_replay)
         self.store = store
@@ -676,8 +683,8 @@ class Scheduler:
 
     def _has_room_to_grow(self, request: Request) -> bool:
         """Say whether the pool holds one more output and the whole budgets of all that are active.  (C9.2)"""
-        if not self.store.config.kv_lease_growth:
-            return True  # reservations are exact
+        if self.overcommits or not self.store.config.kv_lease_growth:
+            return True  # nothing is promised, or reservations are exact
         state, capacity = self._state, self.store.memory_summary()["main"]["capacity_pages"]
         active = [*state.outputs.values(), *(row.output for row in state.writing)]
         prefixes = sum(-(-one.prompt_ids.size // pk.PAGE_TOKENS) for one in state.prefixes)

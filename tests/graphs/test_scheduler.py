@@ -197,6 +197,26 @@ def test_a_window_is_leased_only_where_the_whole_budget_has_room() -> None:
         assert [500, 500] == [len(request.outputs[0].tokens) for request in requests]
 
 
+def test_an_overcommitted_pool_ends_outputs_early_and_says_what_they_would_say() -> None:
+    """C9.2: the same two run together; the pages do not suffice, and the tokens are those of an output alone."""
+    with opened(max_context=640, concurrency=2, tokens=640, kv_lease_growth=True, lease_window_tokens=64) as store:
+        scheduler = Scheduler(store, SeededModel(store), overcommits=True)
+        requests = [scheduler.submit(prompt(60, seed), 500) for seed in range(2)]
+        scheduler.step()
+        assert scheduler.statistics.waiting == 0
+        run(scheduler)
+        texts = [request.outputs[0].tokens for request in requests]
+        lone = Scheduler(store, SeededModel(store))
+        alone = [lone.submit(prompt(60, seed), 500) for seed in range(2)]
+        run(lone)
+
+        assert all(request.outputs[0].reason == "length" for request in requests)
+        assert 400 < sum(map(len, texts)) < 1000
+        assert [request.outputs[0].tokens[: len(text)] for request, text in zip(alone, texts, strict=True)] == texts
+    with opened() as store, pytest.raises(pk.ConfigError, match=r"overcommits.*kv_lease_growth"):
+        Scheduler(store, SeededModel(store), overcommits=True)
+
+
 def test_who_never_fits_is_refused_and_who_fits_later_waits() -> None:
     """C10.9: 250 + 7 tokens are more than a sequence may have; 200 + 50 wait for the request before."""
     with opened(tokens=256) as store:

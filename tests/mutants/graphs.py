@@ -64,6 +64,8 @@ MUTANTS: tuple[Mutant, ...] = (
            "graphs/test_scheduler.py -k moves_the_prefix"),
     Mutant("C9.2", "leases of all outputs together may exceed the pool", "graphs/scheduler.py:_has_room_to_grow",
            "<= capacity", "> 0", "graphs/test_scheduler.py -k window_is_leased"),
+    Mutant("C9.2", "leases of all outputs together never exceed the pool", "graphs/scheduler.py:_has_room_to_grow",
+           "self.overcommits or not", "not", "graphs/test_scheduler.py -k overcommitted"),
     Mutant("C12.4", "a sequence whose activation was interrupted is lost", "graphs/scheduler.py:_recover",
            "if self._pending is not None:", "if False:", "hostile/test_scheduler_interrupts.py -k 'fork and rupt-3'"),
     Mutant("C12.3", "a call from inside of a step is taken for an interrupted one", "graphs/scheduler.py:_recover",

@@ -55,6 +55,17 @@ def test_a_turn_reuses_what_the_turn_before_shares(tmp_path: Path) -> None:
     assert figures["bounded_completions"] == figures["evictions"] == 0
 
 
+def test_a_pool_that_rows_outgrow_ends_outputs_early_and_loses_nothing(tmp_path: Path) -> None:
+    """C9.2: long outputs on few pages, with lease growth: evictions first, then bounded completions."""
+    lines = [{**line, "output_length": 900} for line in conversations(4, 3)]
+    path = written(tmp_path, lines)
+    least = ("--device-pages", "40", "--concurrency", "4")
+    assert report(path, *least)["bounded_completions"] == 0
+    figures = report(path, *least, "--kv-lease-growth")
+    assert figures["bounded_completions"] > 0
+    assert figures["evictions"] > 0
+
+
 def test_hashes_of_512_tokens_share_blocks_in_part_too(tmp_path: Path) -> None:
     """The last id of such a trace may stand for a part of a block; equal ids are equal tokens as far as both go."""
     lines = [{"input_length": 1000, "output_length": 5, "hash_ids": [7, 8]},

@@ -26,6 +26,9 @@ SAMPLES = 512
 HELD_MAX = 4096
 """Most turns that wait for the turn before."""
 
+LEASE_WINDOW_TOKENS = 64
+"""With lease growth; a window is a page."""
+
 CHUNK_TOKENS = 8192
 OUTPUT_TOKENS_FIRST = (1 << 31) - 4096
 """Sampled tokens are from here on, so no prompt goes on with one by chance."""
@@ -135,7 +138,7 @@ def replay(trace: Trace, options: ReplayOptions, *, progress: Callable[[int], No
     result = Replay({})
     with pk.open_store(config, options.device) as store:
         scheduler = Scheduler(store, HashModel(store) if has_kernels else NoModel(), retention=retention,
-                              step_tokens=CHUNK_TOKENS if not has_kernels else None)
+                              step_tokens=CHUNK_TOKENS if not has_kernels else None, overcommits=options.grows)
         run = _Run(scheduler, trace, options, result)
         run.serve(progress)
         events = store.event_counts()["main"]
@@ -165,7 +168,8 @@ def config_of(trace: Trace, options: ReplayOptions) -> pk.StoreConfig:
         pk.KVGeometry(layers=1, query_heads=heads, kv_heads=1, head_dim=head_dim), profile="bf16", max_context=context,
         max_concurrency=options.concurrency, kv_capacity=pk.ExplicitCapacity(max(pages * pk.PAGE_TOKENS, context)),
         retained_tokens=max(retained, max(pages - rows_pages, 0) * pk.PAGE_TOKENS), host_arena_bytes=options.host_bytes,
-        kv_lease_growth=options.grows, prefill_columns_max=1024 if options.device != "none" else CHUNK_TOKENS,
+        kv_lease_growth=options.grows, lease_window_tokens=LEASE_WINDOW_TOKENS,
+        prefill_columns_max=1024 if options.device != "none" else CHUNK_TOKENS,
     )
 
 
