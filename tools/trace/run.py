@@ -29,7 +29,8 @@ HIDDEN = ("host_capacity_bytes", "host_free_bytes", "host_copy_operations")
               help="Room beside the rows.  [default: every text of the trace]")  # fmt: skip
 @click.option("--device-pages", type=positive, help="Pages of the pool.  [default: for rows and retained tokens]")
 @click.option("--host-bytes", type=byte_count, default=0, help="Pinned host memory for pages that nobody uses.")
-@click.option("--kv-lease-growth", is_flag=True, help="Reserve output page by page; where pages run out, outputs end early.")
+@click.option("--kv-lease-growth", is_flag=True,
+              help="Reserve output page by page; where pages run out, outputs end early.")  # fmt: skip
 @click.option("--kernels", type=click.Choice(["off", "on"]), default="off", show_default=True,
               help="Append and attend, and compare some outputs with the same request alone.")  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="cpu", show_default=True,
