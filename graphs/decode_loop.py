@@ -166,7 +166,7 @@ class DecodeLoop:
         statistics: counters; written by the loop alone.
 
     Raises:
-        ConfigError: `prefill_chunk` or `draft_tokens` is out of range.
+        ConfigError: `prefill_chunk` or `draft_tokens` is out of range, or a draft on a device that computes nothing.
         MisuseError: no store, a model that cannot be enqueued, such as its class, no draft or hook, or a store with a
             backend that nobody drives.
     """
@@ -203,6 +203,10 @@ class DecodeLoop:
                                  got=f"{pk.checks.shown(draft)} and {pk.checks.shown(before_replay)}",
                                  remedy="pass PromptLookup(), or leave both out", clause="C13.1")
         if draft is not None:
+            if not store.device.keeps_bytes:
+                raise pk.ConfigError("a draft of a loop on no device", expected="a device that computes",
+                                     got=store.device.description, clause="C13.1",
+                                     remedy="leave the draft out, or open the store on a device with memory")
             most = store.config.decode_columns - 1
             if type(draft_tokens) is not int or not 1 <= draft_tokens <= most:
                 raise pk.ConfigError("draft_tokens", expected=f"an integer from 1 to {most}",

@@ -353,8 +353,8 @@ class Scheduler:
         steps: steps that have ended.
 
     Raises:
-        ConfigError: `step_tokens` is too small, `prefill_chunk` or `draft_tokens` is out of range, or the store of a
-            scheduler that overcommits has no lease growth.
+        ConfigError: `step_tokens` is too small, the store of a scheduler that overcommits has no lease growth, or as
+            `DecodeLoop`.
         MisuseError: as `DecodeLoop`.
 
     An exception of the model leaves every request as it was before the step.  A note of the exception names the

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pagedkv as pk
-from pagedkv.graphs import Scheduler, Unit
+from pagedkv.graphs import DecodeLoop, PromptLookup, Scheduler, Unit
 
 CONFIG = pk.StoreConfig(
     pk.KVGeometry(layers=32, query_heads=32, kv_heads=8, head_dim=128), profile="bf16", max_context=131_072,
@@ -66,3 +68,26 @@ def test_what_needs_bytes_is_refused(changed: dict[str, Any], named: str) -> Non
     config = pk.StoreConfig(pk.KVGeometry(1, 1, 1, 64), **values)
     with pytest.raises(pk.ConfigError, match=named):
         pk.open_store(config, device="none")
+
+
+def test_more_bytes_than_addresses_are_too_much_capacity() -> None:
+    """C5.4: the system's error becomes the one of the other devices, with the bytes and the name of the array."""
+    with pytest.raises(pk.CapacityError, match="for the arena") as caught:
+        pk.open_device("none").pinned(1 << 50, np.uint8, name="the arena")
+    assert caught.value.bytes == (1 << 50) + 256, "with the room to align it"
+
+
+def test_a_draft_on_no_device_is_refused() -> None:
+    """C13.1: nobody computes what is accepted, so a loop says so before the first unit."""
+    with pk.open_store(replace(CONFIG, decode_columns_max=8), device="none") as store:
+        for kind in (DecodeLoop, Scheduler):
+            with pytest.raises(pk.ConfigError, match="a draft of a loop on no device"):
+                kind(store, NoModel(), draft=PromptLookup())
+        Scheduler(store, NoModel())
+
+
+def test_auto_is_a_device_that_computes() -> None:
+    """C12.4: without a GPU it is the cpu device."""
+    device = pk.open_device("auto")
+    assert device.keeps_bytes
+    device.close()

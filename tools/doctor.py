@@ -1,6 +1,6 @@
 """`pagedkv doctor`: what this machine can run, what is missing, and how to get it.
 
-The two lines of the devices are no guesses: each device is opened and closed again, as `open_store` would open it.
+The lines of the devices are no guesses: each device is opened and closed again, as `open_store` would open it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All checks, and which devices can be opened."""
+    """All checks, and which devices that compute can be opened."""
 
     checks: tuple[Check, ...]
     devices: dict[str, bool]
@@ -95,6 +95,7 @@ def diagnose() -> Diagnosis:
         check_python(), check_package("numpy", ("numpy",), "python -m pip install numpy"), check_cpu_features(),
         check_compiler(), check_package("cupy", CUPY_PACKAGES, f"{CUDA_INSTALL} (or cuda12, as the driver allows)"),
         check_driver(), check_nvrtc(), check_model(), check_cache_folder(), cpu, cuda,
+        check_device("none"),
     )  # fmt: skip
     return Diagnosis(checks, {"cpu": cpu.status == "ok", "cuda": cuda.status == "ok"})
 

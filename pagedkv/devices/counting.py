@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.devices.memory import no_memory
 from pagedkv.devices.protocol import Event, Extent, ModuleSpec, NodeRecord, Shape, Stream
 from pagedkv.devices.users import Users
 
@@ -38,20 +39,20 @@ class CountingDevice:
         self.state = CountingState()
 
     def empty(
-        self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None  # noqa: ARG002
+        self, shape: Shape, dtype: npt.DTypeLike, *, align_bytes: int = 256, name: str | None = None
     ) -> npt.NDArray[Any]:
         """Allocate aligned zeros, which the system maps when somebody touches them."""
         extents = (shape,) if isinstance(shape, int) else shape
         byte_count = math.prod(extents) * np.dtype(dtype).itemsize
-        memory = _zeros(byte_count + align_bytes)
+        memory = _zeros(byte_count + align_bytes, name)
         first = -memory.ctypes.data % align_bytes
         return memory[first : first + byte_count].view(dtype).reshape(extents)
 
     zeros = empty
 
-    def pinned(self, shape: Shape, dtype: npt.DTypeLike, *, name: str | None = None) -> npt.NDArray[Any]:  # noqa: ARG002
+    def pinned(self, shape: Shape, dtype: npt.DTypeLike, *, name: str | None = None) -> npt.NDArray[Any]:
         """Allocate zeros."""
-        return self.empty(shape, dtype)
+        return self.empty(shape, dtype, name=name)
 
     def stream(self) -> CountingStream:
         """Make a stream."""
@@ -110,12 +111,15 @@ class CountingDevice:
         """Hold nothing."""
 
 
-def _zeros(byte_count: int) -> npt.NDArray[np.uint8]:
-    """Return zeros; many of them may be more than the machine has memory."""
+def _zeros(byte_count: int, name: str | None) -> npt.NDArray[np.uint8]:
+    """Return zeros; many of them may be more than the machine has memory, but not more than it has addresses."""
     if byte_count <= RESERVED_BYTES_MAX:
         return np.zeros(byte_count, np.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    return np.frombuffer(mmap.mmap(-1, byte_count, flags=flags), np.uint8)
+    try:
+        return np.frombuffer(mmap.mmap(-1, byte_count, flags=flags), np.uint8)
+    except (OSError, OverflowError) as error:
+        raise no_memory(byte_count, name, "addresses", str(error)) from error
 
 
 def _own(stream: Stream) -> CountingStream:

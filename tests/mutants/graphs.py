@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import GONE, Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant("C13.1", "a draft runs where nobody computes what is accepted", "graphs/decode_loop.py:DecodeLoop.__init__",
+           "if not store.device.keeps_bytes:", "if False:", "test_no_device.py"),
     Mutant("C2.2", "a prompt starts at a frontier that its text does not share", "graphs/retention.py:LeastRecent.find",
            "return RetainedPrefix(source, found.tokens)", "return RetainedPrefix(source, found.tokens + 1)",
            "graphs/test_retention.py"),

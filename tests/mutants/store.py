@@ -5,6 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import BODY, FUZZ, GONE, Mutant, interrupted
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant("C5.3", "a store on no device measures memory, and poisons pages", "store/opening.py:_open",
+           "if not device.keeps_bytes and any(wanted.values()):", "if False:", "test_no_device.py"),
+    Mutant("C5.4", "a lack of addresses is an error of the system alone", "devices/counting.py:_zeros",
+           "(OSError, OverflowError)", "()", "test_no_device.py"),
     Mutant("C12.4", "a lack of memory in a check is blamed on the value", "errors.py",
            " and not isinstance(error, self._but)", "", "host/test_errors.py -k lack_of_memory"),
     Mutant("C7.4", "a copy is published unseen", "store/host_copies.py:HostCopies.verify",

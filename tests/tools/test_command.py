@@ -109,6 +109,8 @@ def test_doctor_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
 
     diagnosis = doctor.diagnose()
     assert diagnosis.devices["cpu"]
+    assert "none" not in diagnosis.devices, "a machine where only that runs can run nothing"
+    assert [check.status for check in diagnosis.checks if check.name == "device none"] == ["ok"]
     assert [] == [check.name for check in diagnosis.checks if (check.status == "missing") != bool(check.remedy)]
     checks = (doctor.Check("device cpu", "ok", "fine"), doctor.check_device("cuda", refuse))
     for is_usable in (True, False):

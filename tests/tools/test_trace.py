@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import pagedkv as pk
+from pagedkv.graphs import LeastRecent, RetainedPrefix
 from pagedkv.tools.command import main
-from pagedkv.tools.trace.replay import ReplayOptions, replay
+from pagedkv.tools.trace.replay import ReplayOptions, config_of, lost_of, replay
 from pagedkv.tools.trace.trace_file import read_trace
+
+TWO_PAGES = '{"input_length": 128, "output_length": 1, "hash_ids": [1'
 
 
 def invoke(*arguments: str) -> Result:
@@ -86,12 +90,76 @@ def test_pressure_moves_texts_to_the_host_and_reuse_stays(tmp_path: Path, growth
     assert with_host["reused_tokens"] == everything
     assert with_host["demotions"] > 0 < with_host["restored_pages"]
     assert with_host["evictions"] == 0
+    assert 0 < with_host["host_used_bytes"] <= with_host["host_peak_bytes"] <= 1 << 20
     assert with_host["host_copied_pages"] > with_host["restored_pages"]
     without = report(path, *least)
     assert without["evictions"] > 0
     assert without["reused_tokens"] < everything
+    assert (without["host_peak_bytes"], without["refused_steps"]) == (0, 0)
     small = report(path, *least, "--host-bytes", "64KiB")
     assert small["demotions"] > 0 < small["evictions"]
+
+
+def test_turns_wait_for_the_turn_before_and_few_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One session after the other: the last ones begin once the file is read up to them, and all is reused."""
+    monkeypatch.setattr("pagedkv.tools.trace.replay.HELD_MAX", 2)
+    lines = sorted(conversations(4, 5), key=lambda line: str(line["session"]))
+    figures = report(written(tmp_path, lines), "--concurrency", "3")
+    assert figures["requests"] == 20
+    assert figures["reused_tokens"] == 4 * (3 + 6 + 9 + 12) * 64
+
+
+def test_a_request_that_finds_no_pages_is_counted(tmp_path: Path) -> None:
+    """Two requests of 8 pages in a pool of 10: the second one waits through the steps of the first."""
+    lines = [{"input_length": 480, "output_length": 20}] * 2
+    path = written(tmp_path, lines)
+    assert report(path, "--concurrency", "2", "--device-pages", "16")["refused_steps"] == 0
+    figures = report(path, "--concurrency", "2", "--device-pages", "10")
+    assert figures["refused_steps"] * 2 == figures["steps"] == 38
+
+
+def test_what_is_not_free_at_the_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, pages, descriptors, continuations and records, each alone; the command ends with exit code 1."""
+    path = written(tmp_path, conversations(2, 2))
+    trace = read_trace(path)
+    with pk.open_store(config_of(trace, ReplayOptions(2, host_bytes=1 << 20)), "none") as store:
+        assert lost_of(store) == ""
+        sequence = store.activate(prompt_tokens=100, output_tokens=0)
+        assert lost_of(store) == "1 rows, 2 pages of main"
+        unit = store.begin_unit(store.batch([sequence]), 100)
+        assert "1 units" in lost_of(store)
+        store.wait(unit)
+        store.commit(unit)
+        kept = store.finish(sequence, retain=True, state="state")
+        assert kept is not None
+        assert lost_of(store) == "1 continuations, 2 pages of main, 2 descriptors of main"
+        store.demote(kept)
+        assert lost_of(store) == (
+            f"1 continuations, {store.host_summary()['used_bytes']} bytes on the Host, 2 descriptors of main"
+        )
+        store.release(kept)
+        assert lost_of(store) == ""
+    monkeypatch.setattr(LeastRecent, "release_all", lambda policy, store: None)
+    result = invoke(str(path), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["lost"] == result.stderr.strip().removeprefix("not free at the end: ")
+    assert result.stderr.startswith("not free at the end: 4 continuations, ")
+
+
+def test_an_output_that_differs_from_the_request_alone_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 1: a prompt goes on from a prefix that is one token longer than what the texts share."""
+    found = LeastRecent.find
+
+    def longer(*arguments: Any) -> RetainedPrefix | None:
+        prefix = found(*arguments)
+        return None if prefix is None else prefix._replace(tokens=prefix.tokens + 1)
+
+    monkeypatch.setattr(LeastRecent, "find", longer)
+    result = invoke(str(written(tmp_path, conversations(5, 4))), "--kernels", "on", "--concurrency", "2")
+    assert result.exit_code == 1
+    assert result.stderr == "1 of 1 outputs differ from the request alone\n"
 
 
 def test_kernels_give_the_tokens_of_requests_alone(tmp_path: Path) -> None:
@@ -115,6 +183,18 @@ def test_a_picture_has_three_panels_and_every_capacity(tmp_path: Path) -> None:
     assert figures["peak_pages"] == 40
 
 
+def test_a_picture_that_cannot_be_written_is_refused_before_the_replay(tmp_path: Path) -> None:
+    """Exit code 2; a picture of before stays when the trace is refused."""
+    path = written(tmp_path, conversations(1, 1))
+    result = invoke(str(path), "--svg", str(tmp_path / "no folder" / "pool.svg"))
+    assert (result.exit_code, result.stdout, "--svg" in result.stderr) == (2, "", True)
+    svg = tmp_path / "pool.svg"
+    svg.write_text("before", encoding="utf-8")
+    path.write_text("", encoding="utf-8")
+    assert invoke(str(path), "--svg", str(svg)).exit_code == 2
+    assert svg.read_text(encoding="utf-8") == "before"
+
+
 def test_lengths_alone_share_nothing(tmp_path: Path) -> None:
     """A CSV file; requests without a prompt are counted and left out."""
     path = tmp_path / "lengths.csv"
@@ -130,15 +210,17 @@ def test_lengths_alone_share_nothing(tmp_path: Path) -> None:
     ('{"input_length": 5, "output_length": 1}\n{"input_length": -1, "output_length": 1}\n', "line 2"),
     ('{"input_length": 5, "output_length": true}\n', "line 1"),
     ('{"input_length": 1e9, "output_length": 1}\n', "line 1"),
-    ('{"input_length": 128, "output_length": 1, "hash_ids": [1, 2, 3]}\n', "an id for every block"),
+    ('{"input_length": 128, "output_length": 1, "hash_ids": [1, 2, 3]}\n', "line 1"),
+    (f"{TWO_PAGES}, 2]}}\n" + '{"input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n', "line 2"),
     ('{"input_length": 64, "output_length": 1, "hash_ids": [-3]}\n', "line 1"),
     ('{"input_length": 64, "output_length": 1, "hash_ids": 3}\n', "line 1"),
     ('{"input_length": 64, "output_length": 1, "session": 3}\n', "line 1"),
-    ('{"input_length": 64, "output_length": 1, "hash_ids": [2147483647]}\n', "below 2^31"),
+    ('{"input_length": 64, "output_length": 1, "hash_ids": [2147483647]}\n', "line 1"),
+    (f"{TWO_PAGES}, 33550000]}}\n" + '{"input_length": 4000000, "output_length": 1}\n', "line 2"),
     ("\x00\xff\n", "line 1"), ('{"a": ' + "[" * 100_000 + "\n", "line 1"),
 ])
 def test_a_file_that_is_no_trace_is_refused_by_its_line(tmp_path: Path, text: str, named: str) -> None:
-    """Exit code 2 or 1 with a message, and nothing on stdout."""
+    """Exit code 2 with a message, and nothing on stdout."""
     path = tmp_path / "bad.jsonl"
     path.write_text(text, encoding="utf-8")
     result = invoke(str(path))

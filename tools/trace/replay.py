@@ -9,16 +9,17 @@ and some outputs are computed again alone, in a store that shares nothing.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import pagedkv as pk
 from pagedkv.graphs import LeastRecent, Output, Request, Scheduler, Unit
-from pagedkv.tools.trace.trace_file import Int32, Trace, TraceRequest
+from pagedkv.tools.trace.trace_file import TOKENS_END, Int32, Trace, TraceRequest
 
 SAMPLES = 512
 """Points of a picture; where there are more, every second one goes."""
@@ -30,8 +31,6 @@ LEASE_WINDOW_TOKENS = 64
 """With lease growth; a window is a page."""
 
 CHUNK_TOKENS = 8192
-OUTPUT_TOKENS_FIRST = (1 << 31) - 4096
-"""Sampled tokens are from here on, so no prompt goes on with one by chance."""
 HASH_ROWS = 257
 
 
@@ -121,10 +120,10 @@ def pick_rows(
 
 
 def pick_tokens(out: Any, next_tokens: Any) -> None:
-    """Sample a hash of the bits of the attention output."""
+    """Sample a hash of the bits of the attention output, from `TOKENS_END` on: no prompt has such a token."""
     bits = out.reshape(*out.shape[:2], -1).astype(np.int64)
     weights = np.arange(bits.shape[-1], like=bits) * 2 + 1
-    next_tokens[...] = OUTPUT_TOKENS_FIRST + (bits * weights).sum(axis=-1) % 1009
+    next_tokens[...] = TOKENS_END + (bits * weights).sum(axis=-1) % 1009
 
 
 def replay(trace: Trace, options: ReplayOptions, *, progress: Callable[[int], None] = lambda _: None) -> Replay:
@@ -135,10 +134,11 @@ def replay(trace: Trace, options: ReplayOptions, *, progress: Callable[[int], No
     """
     config = config_of(trace, options)
     has_kernels, retention = options.device != "none", LeastRecent()
+    columns = None if has_kernels else CHUNK_TOKENS  # without kernels a wide unit costs what a narrow one does
     result = Replay({})
     with pk.open_store(config, options.device) as store:
         scheduler = Scheduler(store, HashModel(store) if has_kernels else NoModel(), retention=retention,
-                              step_tokens=CHUNK_TOKENS if not has_kernels else None, overcommits=options.grows)
+                              step_tokens=columns, prefill_chunk=columns, overcommits=options.grows)
         run = _Run(scheduler, trace, options, result)
         run.serve(progress)
         events = store.event_counts()["main"]
@@ -176,19 +176,55 @@ def config_of(trace: Trace, options: ReplayOptions) -> pk.StoreConfig:
 def lost_of(store: pk.Store) -> str:
     """Say what is not free when everything has ended; "" if nothing is."""
     store.check()
-    lost = []
-    for name, pool in store.inspect().pools.items():
-        if pool.available != pool.capacity:
-            lost.append(f"{pool.capacity - pool.available} pages of {name}")
-        if pool.serial.any():
-            lost.append(f"{int(np.count_nonzero(pool.serial))} descriptors of {name}")
-        if pool.pins.any():
-            lost.append(f"{int(pool.pins.sum())} pins of {name}")
-    if store.host_summary()["used_bytes"]:
-        lost.append(f"{store.host_summary()['used_bytes']} bytes on the Host")
-    if store.sequences():
-        lost.append(f"{len(store.sequences())} rows")
-    return ", ".join(lost)
+    now = store.inspect()
+    counts = {"rows": len(now.active_rows), "units": len(now.units_in_flight), "continuations": len(now.continuations),
+              "bytes on the Host": store.host_summary()["used_bytes"]}
+    for name, pool in now.pools.items():
+        counts |= {f"pages of {name}": pool.capacity - pool.available,
+                   f"descriptors of {name}": int(np.count_nonzero(pool.serial)),
+                   f"pins of {name}": int(pool.pins.sum())}
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+
+class _Turn(NamedTuple):
+    """A request of a trace: its number, from 0, its line and the token ids of its prompt."""
+
+    number: int
+    request: TraceRequest
+    ids: Int32
+
+
+class _Arrivals:
+    """The requests of a trace in its order; a turn comes when the turn before has ended."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._before = trace.turns_before()
+        self._unended = set(range(len(self._before)))
+        self._lines = enumerate(zip(trace.requests, trace.prompts(), strict=True))
+        self._held: dict[int, list[_Turn]] = {}  # by the turn that they wait for
+        self._held_count = 0
+        self._ready: list[_Turn] = []  # a heap: held once, and first now
+
+    def next(self) -> _Turn | None:
+        """Return the first request that may come, or None while there is none."""
+        while not self._ready and self._held_count < HELD_MAX:
+            line = next(self._lines, None)
+            if line is None:
+                return None
+            number, (request, ids) = line
+            turn, before = _Turn(number, request, ids), self._before[number]
+            if before not in self._unended:
+                return turn
+            self._held.setdefault(before, []).append(turn)
+            self._held_count += 1
+        return heapq.heappop(self._ready) if self._ready else None
+
+    def end(self, number: int) -> None:
+        """Note that a request has ended: the turns that waited for it may come."""
+        self._unended.discard(number)
+        for turn in self._held.pop(number, ()):
+            heapq.heappush(self._ready, turn)
+            self._held_count -= 1
 
 
 class _Run:
@@ -199,7 +235,8 @@ class _Run:
         self.trace = trace
         self.options = options
         self.result = result
-        self.bounded = self.prompt_tokens = self.output_tokens = self.ended = 0
+        self.bounded = self.prompt_tokens = self.output_tokens = self.ended = self.refused_steps = 0
+        self.host_peak_bytes = 0
         self.steps_ns: list[int] = []  # of steps in which nobody came or left
         self.other_ns = self.other_steps = 0
         self.sampled: list[tuple[Int32, int, list[int]]] = []
@@ -207,32 +244,15 @@ class _Run:
 
     def serve(self, progress: Callable[[int], None]) -> None:
         """Submit requests as earlier ones end, and step until all have ended."""
-        scheduler, concurrency = self.scheduler, self.options.concurrency
-        before_of = self.trace.turns_before()
-        lines = enumerate(zip(self.trace.requests, self.trace.prompts(), strict=True))
+        scheduler, arrivals, count = self.scheduler, _Arrivals(self.trace), len(self.trace.requests)
         open_requests: dict[Output, tuple[int, Request]] = {}
-        held: list[tuple[int, tuple[TraceRequest, Int32]]] = []  # turns that wait for the turn before
-        unended, is_complete = set(range(len(before_of))), False
         begin, cpu = time.perf_counter(), time.thread_time()
         submitted, running = 0, 0
-        while unended:
-            while len(open_requests) < concurrency and not (is_complete and not held):
-                places = (place for place, (number, _) in enumerate(held) if before_of[number] not in unended)
-                ready = next(places, None)
-                if ready is not None:
-                    number, (request, ids) = held.pop(ready)
-                else:
-                    line = next(lines, None) if len(held) < HELD_MAX else None
-                    is_complete = is_complete or (line is None and len(held) < HELD_MAX)
-                    if line is None:
-                        break
-                    number, (request, ids) = line
-                    if before_of[number] in unended:
-                        held.append(line)
-                        continue
-                one = scheduler.submit(ids, max(request.output_tokens, 1))
-                open_requests[one.outputs[0]] = number, one
-                self.prompt_tokens += ids.size
+        while self.ended < count:
+            while len(open_requests) < self.options.concurrency and (turn := arrivals.next()) is not None:
+                one = scheduler.submit(turn.ids, max(turn.request.output_tokens, 1))
+                open_requests[one.outputs[0]] = turn.number, one
+                self.prompt_tokens += turn.ids.size
                 submitted += 1
             before, is_busy = time.thread_time_ns(), len(open_requests) > running
             answer = scheduler.step()
@@ -242,9 +262,10 @@ class _Run:
                 self.other_steps += 1
             else:
                 self.steps_ns.append(spent)
+            self.refused_steps += is_busy and scheduler.statistics.waiting > 0
             for output in answer.ended:
                 number, one = open_requests.pop(output)
-                unended.discard(number)
+                arrivals.end(number)
                 self._end(one)
             if answer.ended:
                 progress(self.ended)
@@ -260,9 +281,11 @@ class _Run:
         return {
             "requests": self.ended, "skipped": self.trace.skipped, "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens, "reused_share": round(reused / max(self.prompt_tokens, 1), 4),
-            "bounded_completions": self.bounded, "steps": self.scheduler.steps, "seconds": round(self.seconds, 2),
-            "requests_per_second": round(self.ended / self.seconds, 1), "us_per_step": round(quiet / 1000, 1),
-            "us_per_request": round(admission / 1000, 1),
+            "bounded_completions": self.bounded, "steps": self.scheduler.steps,
+            "refused_steps": self.refused_steps, "seconds": round(self.seconds, 2),
+            "cpu_seconds": round(self.cpu_seconds, 2), "requests_per_second": round(self.ended / self.seconds, 1),
+            "us_per_step": round(quiet / 1000, 1),
+            "us_per_request": round(admission / 1000, 1), "host_peak_bytes": self.host_peak_bytes,
         }
 
     def check_alone(self, config: pk.StoreConfig) -> dict[str, int]:
@@ -288,15 +311,15 @@ class _Run:
 
     def _sample(self, submitted: int) -> None:
         """Note the state of this moment; with many of them, of every second, fourth, ... end of a request."""
-        samples = self.result.samples
+        samples, host_bytes = self.result.samples, self.scheduler.store.host_summary()["used_bytes"]
+        self.host_peak_bytes = max(self.host_peak_bytes, host_bytes)
         if self.ended % self._every:
             return
         store, memory = self.scheduler.store, self.scheduler.store.memory_summary()["main"]
         used = memory["capacity_pages"] - memory["available_pages"]
         active = memory["reserved_pages"] + sum(-(-store.committed_tokens(one) // pk.PAGE_TOKENS)
                                                 for one in store.sequences())
-        samples.append(Sample(submitted, used, min(active, used), store.host_summary()["used_bytes"],
-                              self.scheduler.statistics.waiting))
+        samples.append(Sample(submitted, used, min(active, used), host_bytes, self.scheduler.statistics.waiting))
         if len(samples) >= 2 * SAMPLES:
             del samples[::2]
             self._every *= 2

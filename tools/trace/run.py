@@ -46,6 +46,11 @@ def command(
     FILE has prefix hashes of 512 or 64 tokens (JSON lines), or lengths alone (CSV). Requests come in the order of the
     file, as soon as an earlier one ends. Ended texts are kept, and prompts start from the longest kept prefix.
     """
+    if svg is not None:
+        try:
+            svg.open("ab").close()
+        except OSError as error:
+            raise click.BadParameter(f"{svg}: {error.strerror}", param_hint="--svg") from error
     trace = read_trace(file, limit=limit)
     options = ReplayOptions(concurrency, device_pages, retained_tokens, host_bytes, kv_lease_growth,
                             device if kernels == "on" else "none")

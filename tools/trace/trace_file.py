@@ -27,13 +27,17 @@ BLOCK_SIZES = (512, 64)
 TOKENS_MAX = 1 << 22
 """Most tokens of one request."""
 
+TOKENS_END = (1 << 31) - 4096
+"""Token ids of prompts are smaller; those from here on are left for outputs."""
+
 Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One line: tokens of the prompt and of the output, the ids of the prompt's blocks, and its session or ""."""
+    """One line: its number, tokens of the prompt and the output, ids of the prompt's blocks, and its session or ""."""
 
+    line: int
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
@@ -92,20 +96,14 @@ class Trace:
         return before
 
     def prompts(self) -> Iterator[Int32]:
-        """Yield the token ids of each prompt, (n,) int32.
-
-        Raises:
-            MisuseError: more ids and tokens than there are token ids.
-        """
+        """Yield the token ids of each prompt, (n,) int32, from 1 to `TOKENS_END` - 1."""
         block = self.block_tokens
         own = 1 + block * (1 + max((max(request.hash_ids, default=-1) for request in self.requests), default=-1))
         inside = np.arange(1, block + 1)
-        for number, request in enumerate(self.requests, start=1):
+        for request in self.requests:
             shared = (np.array(request.hash_ids, np.int64)[:, None] * block + inside).reshape(-1)
             ids = shared[: request.prompt_tokens]
             alone = request.prompt_tokens - ids.size
-            if own + alone > np.iinfo(np.int32).max:
-                raise _refused(f"request {number}", "ids and tokens below 2^31 together", f"{own + alone}")
             yield np.concatenate((ids, np.arange(own, own + alone))).astype(np.int32)
             own += alone
 
@@ -127,10 +125,25 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
         raise _refused(str(path), "at least one request with a prompt", f"{len(requests)} requests")
     block = next((size for size in BLOCK_SIZES if all(_has_blocks(request, size) for request in kept)), None)
     if block is None:
-        raise _refused(str(path), f"an id for every block of {' or '.join(map(str, BLOCK_SIZES))} tokens",
-                       "another number of ids")
+        odd = max((next(request for request in kept if not _has_blocks(request, size)) for size in BLOCK_SIZES),
+                  key=lambda request: request.line)
+        raise _refused(f"line {odd.line} of {path}",
+                       f"an id for every block of {' or '.join(map(str, BLOCK_SIZES))} tokens, the same in all lines",
+                       f"{len(odd.hash_ids)} ids of {odd.prompt_tokens} tokens")
+    _check_token_ids(kept, block, path)
     has_ids = any(request.hash_ids for request in kept)
     return Trace(kept, block if has_ids else 0, len(requests) - len(kept))
+
+
+def _check_token_ids(requests: tuple[TraceRequest, ...], block: int, path: Path) -> None:
+    """Refuse the first line with which ids and tokens are more than there are token ids."""
+    shared, alone = 1, 0
+    for request in requests:
+        shared = max(shared, 1 + block * (1 + max(request.hash_ids, default=-1)))
+        alone += max(request.prompt_tokens - block * len(request.hash_ids), 0)
+        if shared + alone > TOKENS_END:
+            raise _refused(f"line {request.line} of {path}", f"at most {TOKENS_END} token ids up to here",
+                           f"{shared + alone}, with {block} for each id from 0 on")
 
 
 def _has_blocks(request: TraceRequest, block: int) -> bool:
@@ -157,7 +170,7 @@ def _json_lines(file: Any, path: Path) -> Iterator[TraceRequest]:
         session = line.get("session", "")
         if not isinstance(session, str):
             raise _refused(where, "a session as text", repr(session)[:80])
-        yield TraceRequest(prompt, output, tuple(numbers), session)
+        yield TraceRequest(number, prompt, output, tuple(numbers), session)
 
 
 def _csv_lines(file: Any, path: Path) -> Iterator[TraceRequest]:
@@ -167,7 +180,7 @@ def _csv_lines(file: Any, path: Path) -> Iterator[TraceRequest]:
         values = [row.get(name) for name in ("ContextTokens", "GeneratedTokens")]
         prompt, output = (_count(where, int(one) if one is not None and one.isdecimal() and len(one) < 12 else one,
                                  TOKENS_MAX) for one in values)
-        yield TraceRequest(prompt, output)
+        yield TraceRequest(reader.line_num, prompt, output)
 
 
 def _count(where: str, value: object, most: int) -> int:
